@@ -1,0 +1,1 @@
+"""Conversations: sources, templates, masks, splits."""

@@ -1,0 +1,1 @@
+"""Fits speculators to a target model and a traffic profile."""

@@ -1,0 +1,340 @@
+"""The configuration, as types: a key that is not a field below is an error."""
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+from specfit_data.sources import Source
+
+
+class Stage(Enum):
+    """How far to run; `status` makes nothing. OmegaConf reads members by name."""
+
+    status = 0
+    prompts = 1
+    generate = 2
+    fit = 3
+    extract = 4
+    train = 5
+    measure = 6
+    export = 7
+    report = 8
+
+
+class LossOn(Enum):
+    """Which assistant turns are learned from."""
+
+    all_turns = 1
+    last_turn = 2
+
+
+class StateDtype(Enum):
+    """How hidden states are stored; int8 and fp8 carry one scale per token and layer."""
+
+    fp32 = 1
+    bf16 = 2
+    int8 = 3
+    fp8 = 4
+
+
+class ExtractMode(Enum):
+    """A store on disk, or states computed while training."""
+
+    store = 1
+    online = 2
+
+
+class Init(Enum):
+    """What a speculator starts from."""
+
+    target = 1  # the target's last layer, its head's rows, an average of the aux layers
+    random = 2
+
+
+def _require(holds: bool, key: str, requirement: str, value: object) -> None:
+    if not holds:
+        raise ValueError(f"{key} must {requirement}, got {value}")
+
+
+@dataclass
+class TargetConfig:
+    """The model that is sped up; it is never trained. Its sizes are read, not configured."""
+
+    path: str = MISSING  # a hub id, a folder, a .gguf file, or package:NAME/FILE
+    revision: str = "main"  # of a hub id
+    gguf_file: str | None = None  # the file to read when `path` is a hub id or folder of GGUF files
+    dtype: str = "auto"  # auto (the checkpoint's; float32 on a CPU) | float32 | bfloat16 | float16
+    trust_remote_code: bool = False  # run the model code that comes with the checkpoint
+
+    def __post_init__(self) -> None:
+        dtypes = ("auto", "float32", "bfloat16", "float16")
+        _require(self.dtype in dtypes, "target.dtype", f"be one of {', '.join(dtypes)}", self.dtype)
+
+
+@dataclass
+class DataConfig:
+    """Where conversations come from, and which are kept."""
+
+    sources: dict[str, Source] = field(default_factory=dict)
+    num_train: int = 200  # conversations, shared out by the profile's weights
+    num_validation: int = 16  # choose the checkpoint
+    num_test: int = 64  # measured on; never seen before
+    min_prompt_tokens: int = 1
+    max_prompt_tokens: int = 2048  # longer prompts are passed over
+    max_rejected: float = 0.05  # share of conversations that may fail to render
+    loss_on: LossOn = LossOn.all_turns
+
+    def __post_init__(self) -> None:
+        for name in ("num_train", "num_validation", "num_test", "min_prompt_tokens"):
+            _require(getattr(self, name) >= 1, f"data.{name}", "be at least 1", getattr(self, name))
+        _require(
+            self.max_prompt_tokens >= self.min_prompt_tokens,
+            "data.max_prompt_tokens",
+            f"be at least data.min_prompt_tokens ({self.min_prompt_tokens})",
+            self.max_prompt_tokens,
+        )
+        _require(0 <= self.max_rejected <= 1, "data.max_rejected", "lie in [0, 1]", self.max_rejected)
+
+
+@dataclass
+class ComponentConfig:
+    """One kind of traffic."""
+
+    name: str = MISSING
+    weight: float = 1.0  # share of the requests
+    sources: list[str] = MISSING  # names in data.sources; held-out ones are only measured on
+    temperature: float = 0.0  # at which this traffic is served
+
+
+@dataclass
+class ProfileConfig:
+    """What the traffic is: a fixed list of weighted components."""
+
+    name: str = MISSING
+    components: list[ComponentConfig] = MISSING
+
+    def __post_init__(self) -> None:
+        _require(len(self.components) > 0, "profile.components", "not be empty", self.components)
+        names = [c.name for c in self.components]
+        _require(len(set(names)) == len(names), "profile.components", "have distinct names", names)
+        for i, c in enumerate(self.components):
+            key = f"profile.components[{i}]"
+            _require(c.weight > 0, f"{key}.weight", "be positive", c.weight)
+            _require(len(c.sources) > 0, f"{key}.sources", "not be empty", c.sources)
+            _require(c.temperature >= 0, f"{key}.temperature", "be at least 0", c.temperature)
+
+
+@dataclass
+class GenerateConfig:
+    """The target's own answers to the prompts."""
+
+    on_policy: bool = True  # false: learn from the answers in the data
+    max_new_tokens: int = 256
+    temperature: float | None = None  # None: each component's own
+    top_p: float = 1.0
+    batch_size: int = 32  # sequences decoded at once
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "batch_size"):
+            _require(
+                getattr(self, name) >= 1, f"generate.{name}", "be at least 1", getattr(self, name)
+            )
+        _require(0 < self.top_p <= 1, "generate.top_p", "lie in (0, 1]", self.top_p)
+        _require(
+            self.temperature is None or self.temperature >= 0,
+            "generate.temperature",
+            "be at least 0, or null",
+            self.temperature,
+        )
+
+
+@dataclass
+class ExtractConfig:
+    """The hidden states to learn from."""
+
+    mode: ExtractMode = ExtractMode.store
+    dtype: StateDtype = StateDtype.bf16
+    max_tokens: int = 4096  # a conversation is cut after this many
+    shard_tokens: int = 16384  # tokens a file
+    batch_size: int = 1  # conversations a forward pass; 1 makes store and online bit-equal
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "shard_tokens", "batch_size"):
+            _require(
+                getattr(self, name) >= 1, f"extract.{name}", "be at least 1", getattr(self, name)
+            )
+
+
+@dataclass
+class SpeculatorConfig:
+    """The draft head: EAGLE-3, one decoder layer over fused states of the target."""
+
+    name: str = "eagle3"
+    draft_vocab_size: int = 8192  # tokens that can be drafted, chosen by frequency in the answers
+    aux_layers: list[int] | None = None  # None: [2, n // 2, n - 3] of n layers
+    init: Init = Init.target
+    # The flags of EAGLE-3.1. All off is the portable preset that every engine serves.
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.name == "eagle3", "speculator.name", "be eagle3", self.name)
+        _require(
+            self.draft_vocab_size >= 1,
+            "speculator.draft_vocab_size",
+            "be positive",
+            self.draft_vocab_size,
+        )
+        if self.aux_layers is not None:
+            _require(
+                sorted(set(self.aux_layers)) == list(self.aux_layers) and self.aux_layers != [],
+                "speculator.aux_layers",
+                "ascend, without repeats",
+                self.aux_layers,
+            )
+
+
+@dataclass
+class TrainConfig:
+    """How one speculator is trained."""
+
+    ttt_steps: int = 4  # drafting steps unrolled in training (EAGLE-3's training-time test)
+    step_decay: float = 0.8  # weight of step s in the loss: step_decay ** s
+    # A sum of kl, tv, lk and ce, each with an optional factor: `lk`, `0.5*kl+0.5*tv`.
+    loss: str = "kl"
+    epochs: int = 8
+    pack_tokens: int = 2048  # tokens a pack: documents side by side that do not see each other
+    packs_per_step: int = 1  # packs an optimizer step, over all processes
+    lr: float = 1e-3
+    min_lr_share: float = 0.02  # the cosine ends at this share of lr
+    warmup_share: float = 0.05  # of all optimizer steps
+    weight_decay: float = 0.0
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    max_grad_norm: float = 1.0
+    evals: int = 8  # measurements of acceptance on validation conversations, evenly spaced
+    save_every_s: float = 60.0  # seconds between checkpoints to resume from
+
+    def __post_init__(self) -> None:
+        for name in ("ttt_steps", "epochs", "pack_tokens", "packs_per_step", "evals"):
+            _require(
+                getattr(self, name) >= 1, f"train.{name}", "be at least 1", getattr(self, name)
+            )
+        for name in ("lr", "max_grad_norm", "step_decay"):
+            _require(getattr(self, name) > 0, f"train.{name}", "be positive", getattr(self, name))
+        for name in ("min_lr_share", "warmup_share"):
+            value = getattr(self, name)
+            _require(0 <= value <= 1, f"train.{name}", "lie in [0, 1]", value)
+
+
+@dataclass
+class MeasureConfig:
+    """Draft-and-verify decoding of held-out conversations."""
+
+    num_draft_tokens: list[int] = field(default_factory=lambda: [4])
+    # null: each component's own; a list: measured at each of these
+    temperatures: list[float] | None = None
+    max_new_tokens: int = 128
+    batch_size: int = 8  # sequences decoded at once; tokens/s are measured at one
+    num_timed: int = 3  # prompts of each component decoded alone, for tokens/s
+    num_bootstrap: int = 2000  # resamples of the prompts behind each interval
+    confidence: float = 0.95
+    ngram_min: int = 2  # the shortest and longest suffix that prompt lookup matches
+    ngram_max: int = 4
+
+    def __post_init__(self) -> None:
+        for k in self.num_draft_tokens:
+            _require(k >= 1, "measure.num_draft_tokens", "be at least 1 each", k)
+        for name in ("max_new_tokens", "batch_size", "num_timed", "num_bootstrap", "ngram_min"):
+            _require(
+                getattr(self, name) >= 1, f"measure.{name}", "be at least 1", getattr(self, name)
+            )
+        _require(0 < self.confidence < 1, "measure.confidence", "lie in (0, 1)", self.confidence)
+        _require(
+            self.ngram_max >= self.ngram_min,
+            "measure.ngram_max",
+            f"be at least measure.ngram_min ({self.ngram_min})",
+            self.ngram_max,
+        )
+        _require(
+            all(t >= 0 for t in self.temperatures or []),
+            "measure.temperatures",
+            "be at least 0 each",
+            self.temperatures,
+        )
+
+
+@dataclass
+class ReportConfig:
+    """What the page shows."""
+
+    sweep: str | None = None  # a multirun folder: compare its jobs in one table
+
+
+@dataclass
+class RuntimeConfig:
+    """Where and how a run happens. Nothing here changes what is made, so none of it is hashed."""
+
+    root: str = "artifacts"
+    device: str = "auto"  # auto | cpu | cuda | cuda:1
+    num_threads: int = 0  # CPU threads of torch; 0: one a core
+    num_processes: int = 1  # of training
+    wandb: bool = False  # log training to Weights & Biases, offline without a key
+    wandb_project: str = "specfit"
+    min_free_gb: float = 1.0  # gigabytes that a stage leaves free on the disk
+
+
+@dataclass
+class RunConfig:
+    """One composed configuration describes the whole path; `stage` says how far to go."""
+
+    stage: Stage = Stage.report
+    seed: int = 0
+    # MISSING, not a factory: a factory would build an instance while the schema is registered, and
+    # run its __post_init__ on values that are still "???".
+    target: TargetConfig = MISSING
+    data: DataConfig = MISSING
+    profile: ProfileConfig = MISSING
+    generate: GenerateConfig = MISSING
+    extract: ExtractConfig = MISSING
+    speculator: SpeculatorConfig = MISSING
+    train: TrainConfig = MISSING
+    measure: MeasureConfig = MISSING
+    report: ReportConfig = MISSING
+    runtime: RuntimeConfig = MISSING
+
+
+def register() -> None:
+    """Puts the schema where `conf/config.yaml` names it."""
+    ConfigStore.instance().store(name="schema", node=RunConfig)
+
+
+def typed(cfg: DictConfig) -> RunConfig:
+    """The composed `cfg` as plain dataclasses: resolved, complete and checked.
+
+    Raises:
+        ValueError: a value is out of its range, or a key is not known; the message names the key.
+    """
+    run = OmegaConf.to_object(cfg)
+    assert isinstance(run, RunConfig)
+    _reject_unknown(run, "")
+    return run
+
+
+def _reject_unknown(node: object, path: str) -> None:
+    # `+train.leraning_rate=1` appends past the schema, and to_object() keeps what was appended.
+    if isinstance(node, dict):
+        for name, value in node.items():
+            _reject_unknown(value, f"{path}{name}.")
+    if isinstance(node, list):
+        for i, value in enumerate(node):
+            _reject_unknown(value, f"{path.rstrip('.')}[{i}].")
+    if not is_dataclass(node):
+        return
+    known = {f.name for f in fields(node)}
+    for name, value in vars(node).items():
+        if name not in known:
+            raise ValueError(f"unknown key {path}{name}; known here: {', '.join(sorted(known))}")
+        _reject_unknown(value, f"{path}{name}.")

@@ -1,0 +1,1 @@
+"""Translations of a speculator, one file an engine."""

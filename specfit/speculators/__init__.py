@@ -1,0 +1,1 @@
+"""Draft models, one file an architecture."""

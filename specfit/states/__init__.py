@@ -1,0 +1,1 @@
+"""Hidden states on disk and on the fly."""

@@ -1,0 +1,1 @@
+"""Frozen targets and their hidden states."""
