@@ -5,6 +5,7 @@ from enum import Enum
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
+
 from specfit_data.sources import Source
 
 
@@ -12,14 +13,15 @@ class Stage(Enum):
     """How far to run; `status` makes nothing. OmegaConf reads members by name."""
 
     status = 0
-    prompts = 1
-    generate = 2
-    fit = 3
-    extract = 4
-    train = 5
-    measure = 6
-    export = 7
-    report = 8
+    target = 1
+    prompts = 2
+    generate = 3
+    fit = 4
+    extract = 5
+    train = 6
+    measure = 7
+    export = 8
+    report = 9
 
 
 class LossOn(Enum):
@@ -94,7 +96,9 @@ class DataConfig:
             f"be at least data.min_prompt_tokens ({self.min_prompt_tokens})",
             self.max_prompt_tokens,
         )
-        _require(0 <= self.max_rejected <= 1, "data.max_rejected", "lie in [0, 1]", self.max_rejected)
+        _require(
+            0 <= self.max_rejected <= 1, "data.max_rejected", "lie in [0, 1]", self.max_rejected
+        )
 
 
 @dataclass
@@ -215,10 +219,15 @@ class TrainConfig:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     max_grad_norm: float = 1.0
     evals: int = 8  # measurements of acceptance on validation conversations, evenly spaced
+    eval_draft_tokens: int = 4  # tokens drafted a round in those measurements
     save_every_s: float = 60.0  # seconds between checkpoints to resume from
 
     def __post_init__(self) -> None:
-        for name in ("ttt_steps", "epochs", "pack_tokens", "packs_per_step", "evals"):
+        for name in ("ttt_steps", "epochs", "pack_tokens", "packs_per_step"):
+            _require(
+                getattr(self, name) >= 1, f"train.{name}", "be at least 1", getattr(self, name)
+            )
+        for name in ("evals", "eval_draft_tokens"):
             _require(
                 getattr(self, name) >= 1, f"train.{name}", "be at least 1", getattr(self, name)
             )

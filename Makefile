@@ -1,0 +1,41 @@
+# Every target sets up what it needs, once: .venv is made again only when a file below has changed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.complete
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+
+.DEFAULT_GOAL := help
+.PHONY: help fit test test-all lint clean
+
+help: ## what there is to make
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
+
+fit: export OMP_NUM_THREADS ?= $(CORES)
+fit: export TOKENIZERS_PARALLELISM ?= false
+fit: $(STAMP) ## run specfit; make fit ARGS='stage=train train.lr=1e-3' passes it options
+	@$(BIN)/specfit $(ARGS)
+
+# One thread: the same sums on every machine, and no fight for cores.
+test test-all: export OMP_NUM_THREADS := 1
+test: $(STAMP) ## the tests, but those that take minutes
+	$(BIN)/python -m pytest
+
+test-all: $(STAMP) ## all tests
+	$(BIN)/python -m pytest -m ''
+
+lint: $(STAMP) ## style, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean: ## remove the environment and the caches; what was fitted stays
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt requirements-demo.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --constraint constraints.txt --editable '.[test]'
+	$(PIP) --no-deps --requirement requirements-demo.txt
+	@touch $@

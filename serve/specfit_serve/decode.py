@@ -1,0 +1,315 @@
+"""The decode loop: draft, verify, emit, over slots that are refilled as answers end."""
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from specfit_serve.protocols import DecodeTarget, Draft, Proposer
+from specfit_serve.repetition import RepetitionGuard, TokenClass
+from specfit_serve.stats import Round
+from specfit_serve.verify import Verification, target_distribution, verify_greedy, verify_sampled
+
+FinishReason = Literal["stop", "length", "repetition"]
+
+
+@dataclass(frozen=True)
+class DecodeSettings:
+    """How requests are decoded; a request's answer depends on no other request."""
+
+    num_draft_tokens: int  # asked of the proposer each round
+    max_new_tokens: int
+    batch_size: int  # sequences in flight at once
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_draft_tokens", 0), ("max_new_tokens", 1), ("batch_size", 1)):
+            value = getattr(self, name)
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to answer."""
+
+    id: str  # random draws depend on it and on the seed alone
+    prompt: Sequence[int]
+    temperature: float  # 0: greedy
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """An answer, and how it came about."""
+
+    id: str
+    tokens: list[int]  # of the answer; the EOS that stopped it included
+    finish_reason: FinishReason  # length: max_new_tokens, or the target's slots, are used up
+    rounds: list[Round]  # the first token comes from the prefill and belongs to none
+    loop_start: int | None  # with `repetition`: the index in `tokens` at which the loop starts
+    prefill_seconds: float
+    # Of the rounds. A round's time is shared out equally among the sequences in it.
+    target_seconds: float  # the passes and their verification
+    draft_seconds: float
+
+
+def decode(
+    target: DecodeTarget,
+    proposer: Proposer,
+    requests: Sequence[Request],
+    settings: DecodeSettings,
+    *,
+    token_classes: Sequence[TokenClass] | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> Iterator[Decoded]:
+    """Answers `requests`, each as soon as it is finished.
+
+    With `token_classes` (one per token of the vocabulary) a repetition guard watches every answer.
+    `on_progress` is called after every pass with the number of tokens that it emitted.
+
+    Raises:
+        ValueError: a prompt does not fit, or an id occurs twice; the message names the request.
+    """
+    _check(target, requests, settings)
+    return _decode(target, proposer, requests, settings, token_classes, on_progress or _ignore)
+
+
+def _decode(
+    target: DecodeTarget,
+    proposer: Proposer,
+    requests: Sequence[Request],
+    settings: DecodeSettings,
+    token_classes: Sequence[TokenClass] | None,
+    on_progress: Callable[[int], None],
+) -> Iterator[Decoded]:
+    waiting = deque(requests)
+    active: list[_Sequence] = []  # in slots 0..n-1
+    while True:
+        slot = 0
+        while slot < settings.batch_size:
+            if slot < len(active) and active[slot].finish_reason is None:
+                slot += 1
+                continue
+            if slot < len(active):
+                yield active[slot].decoded()
+            if waiting:
+                sequence = _Sequence.of(waiting.popleft(), target, settings, token_classes)
+                on_progress(_prefill(target, proposer, sequence, slot, settings))
+                active[slot : slot + 1] = [sequence]
+            elif slot < len(active):
+                _fill_hole(target, proposer, active, slot)
+            else:
+                break
+        if not active:
+            return
+        on_progress(_round(target, proposer, active, settings))
+
+
+@dataclass
+class _Sequence:
+    """A request in flight."""
+
+    request: Request
+    tokens: list[int]  # prompt and answer
+    max_length: int  # of `tokens`
+    eos_ids: frozenset[int]
+    generator: torch.Generator
+    guard: RepetitionGuard | None
+    rounds: list[Round] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    loop_start: int | None = None
+    prefill_seconds: float = 0.0
+    target_seconds: float = 0.0
+    draft_seconds: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        target: DecodeTarget,
+        settings: DecodeSettings,
+        token_classes: Sequence[TokenClass] | None,
+    ) -> "_Sequence":
+        digest = hashlib.sha256(f"{settings.seed}/{request.id}".encode()).digest()
+        return cls(
+            request=request,
+            tokens=list(request.prompt),
+            max_length=min(
+                len(request.prompt) + settings.max_new_tokens,
+                target.max_length - settings.num_draft_tokens,
+            ),
+            eos_ids=target.eos_ids,
+            generator=torch.Generator().manual_seed(int.from_bytes(digest[:8], "little")),
+            guard=None if token_classes is None else RepetitionGuard(token_classes),
+        )
+
+    def uniforms(self, count: int) -> Float[Tensor, " count"]:
+        """Draws of the request's own, always as many a round, whatever the other rows do."""
+        if self.request.temperature == 0:
+            return torch.zeros(count, dtype=torch.float64)
+        return torch.rand(count, dtype=torch.float64, generator=self.generator)
+
+    def emit(self, tokens: Iterable[int]) -> int:
+        """Appends `tokens` up to the one that ends the answer; returns how many."""
+        count = 0
+        for token in tokens:
+            self.tokens.append(token)
+            count += 1
+            if token in self.eos_ids:
+                self.finish_reason = "stop"
+            elif self.guard is not None and (start := self.guard.push(token)) is not None:
+                self.finish_reason, self.loop_start = "repetition", start
+            elif len(self.tokens) == self.max_length:
+                self.finish_reason = "length"
+            if self.finish_reason is not None:
+                break
+        return count
+
+    def decoded(self) -> Decoded:
+        assert self.finish_reason is not None
+        return Decoded(
+            id=self.request.id,
+            tokens=self.tokens[len(self.request.prompt) :],
+            finish_reason=self.finish_reason,
+            rounds=self.rounds,
+            loop_start=self.loop_start,
+            prefill_seconds=self.prefill_seconds,
+            target_seconds=self.target_seconds,
+            draft_seconds=self.draft_seconds,
+        )
+
+
+@torch.no_grad()
+def _prefill(
+    target: DecodeTarget,
+    proposer: Proposer,
+    sequence: _Sequence,
+    slot: int,
+    settings: DecodeSettings,
+) -> int:
+    """Runs the prompt in `slot`; its last position gives the answer's first token."""
+    began = perf_counter()
+    prompt = torch.tensor([sequence.tokens], device=target.device)
+    start = torch.zeros(1, dtype=torch.long, device=target.device)
+    output = target.forward(prompt, start, slot, last_only=True)
+    nothing = Draft(prompt[:, :0], start)
+    verification = _verify(output.logits, nothing, [sequence], sequence.uniforms(1)[None], settings)
+    sequence.emit(verification.own_tokens.tolist())
+    proposer.start(slot, sequence.tokens, None if output.features is None else output.features[0])
+    sequence.prefill_seconds = perf_counter() - began
+    return 1
+
+
+@torch.no_grad()
+def _round(
+    target: DecodeTarget, proposer: Proposer, active: list[_Sequence], settings: DecodeSettings
+) -> int:
+    """Drafts for all sequences, verifies in one pass and emits; returns the number of tokens."""
+    k = settings.num_draft_tokens
+    uniforms = torch.stack([s.uniforms(2 * k + 1) for s in active]).to(target.device)
+    temperatures = torch.tensor([s.request.temperature for s in active], device=target.device)
+    # Both stages end by reading their result, so that the clock is right on a GPU as well.
+    began = perf_counter()
+    draft = proposer.propose([s.tokens for s in active], k, temperatures, uniforms[:, :k])
+    draft = _clip(draft, [s.max_length - len(s.tokens) - 1 for s in active], target.device)
+    drafted = perf_counter()
+    newest = torch.tensor([s.tokens[-1:] for s in active], device=target.device)
+    starts = torch.tensor([len(s.tokens) - 1 for s in active], device=target.device)
+    output = target.forward(torch.cat([newest, draft.tokens], dim=1), starts, first_slot=0)
+    verification = _verify(output.logits, draft, active, uniforms[:, k:], settings)
+    num_kept, own_tokens = verification.num_kept.tolist(), verification.own_tokens.tolist()
+    verified = perf_counter()
+    proposer.observe(output.features, verification.num_kept)
+    observed = perf_counter()
+
+    num_emitted = 0
+    lengths, tokens = draft.lengths.tolist(), draft.tokens.tolist()
+    for s, length, row, kept, own in zip(
+        active, lengths, tokens, num_kept, own_tokens, strict=True
+    ):
+        start = len(s.tokens) - len(s.request.prompt)
+        count = s.emit([*row[:kept], own])
+        # An answer that ended inside the draft has its last token counted as the own one.
+        s.rounds.append(Round(start, length if count == kept + 1 else count - 1, count - 1))
+        s.target_seconds += (verified - drafted) / len(active)
+        s.draft_seconds += (drafted - began + observed - verified) / len(active)
+        num_emitted += count
+    return num_emitted
+
+
+def _clip(draft: Draft, max_lengths: list[int], device: torch.device) -> Draft:
+    """Cuts rows to `max_lengths` and columns that no row uses; what is padding becomes token 0."""
+    limits = torch.tensor(max_lengths, device=device)
+    lengths = torch.minimum(draft.lengths.to(device), limits)
+    width = int(lengths.max())
+    padding = torch.arange(width, device=device) >= lengths.unsqueeze(1)
+    return Draft(
+        tokens=draft.tokens[:, :width].to(device).masked_fill(padding, 0),
+        lengths=lengths,
+        probs=None if draft.probs is None else draft.probs[:, :width].to(device),
+    )
+
+
+def _verify(
+    logits: Float[Tensor, "rows seq vocab"],
+    draft: Draft,
+    sequences: Sequence[_Sequence],
+    uniforms: Float[Tensor, "rows draws"],
+    settings: DecodeSettings,
+) -> Verification:
+    if all(s.request.temperature == 0 for s in sequences):
+        return verify_greedy(logits, draft)
+    temperatures = torch.tensor([s.request.temperature for s in sequences], device=logits.device)
+    target_probs = target_distribution(logits, temperatures, settings.top_p)
+    return verify_sampled(target_probs, draft, uniforms[:, : logits.shape[1]].to(logits.device))
+
+
+def _fill_hole(
+    target: DecodeTarget, proposer: Proposer, active: list[_Sequence], slot: int
+) -> None:
+    """Takes the finished sequence out of `slot` and puts the last one there."""
+    last = active.pop()
+    if slot < len(active):
+        target.move(len(active), slot)
+        proposer.move(len(active), slot)
+        active[slot] = last
+
+
+def _check(target: DecodeTarget, requests: Sequence[Request], settings: DecodeSettings) -> None:
+    if settings.batch_size > target.num_slots:
+        raise ValueError(
+            f"batch_size must be at most the target's {target.num_slots} slots, "
+            f"got {settings.batch_size}"
+        )
+    room = target.max_length - settings.num_draft_tokens - 1
+    ids: set[str] = set()
+    for request in requests:
+        name = f"request {request.id}"
+        if request.id in ids:
+            raise ValueError(f"{name}: ids must be distinct, got it twice")
+        ids.add(request.id)
+        if not 1 <= len(request.prompt) <= room:
+            raise ValueError(
+                f"{name}: the prompt must have 1 to {room} tokens, got {len(request.prompt)} "
+                f"(slots of {target.max_length} columns, {settings.num_draft_tokens} draft tokens)"
+            )
+        if not all(0 <= token < target.vocab_size for token in request.prompt):
+            raise ValueError(
+                f"{name}: prompt tokens must lie in [0, {target.vocab_size}), "
+                f"got {min(request.prompt)} to {max(request.prompt)}"
+            )
+        if request.temperature < 0:
+            raise ValueError(f"{name}: temperature must be at least 0, got {request.temperature}")
+
+
+def _ignore(_: int) -> None:
+    pass

@@ -1,0 +1,173 @@
+"""Figures of acceptance from the recorded rounds of requests."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specfit.mix import mixed_acceptance_length, mixed_interval
+from specfit_serve.bootstrap import acceptance_interval
+from specfit_serve.stats import DecodeStats, Round
+
+CONTEXT_EDGES = [0, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144]
+FIRST_TOKENS = 20
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One answer."""
+
+    id: str
+    component: str
+    proposer: str
+    temperature: float
+    num_draft_tokens: int
+    num_prompt_tokens: int
+    tokens: list[int]
+    finish_reason: str
+    loop_start: int | None
+    rounds: list[list[int]]  # start, num_drafted, num_kept of each
+
+    def stats(self, first: int = 0, last: int | None = None) -> DecodeStats:
+        """Of the rounds that start at answer tokens first..last-1, those of a loop left out."""
+        end = min(x for x in (last, self.loop_start, len(self.tokens) + 1) if x is not None)
+        rounds = [Round(*r) for r in self.rounds if first <= r[0] < end]
+        return DecodeStats.from_rounds(rounds, self.num_draft_tokens)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One answer that was decoded alone, for its speed."""
+
+    component: str
+    proposer: str
+    temperature: float
+    num_draft_tokens: int
+    num_tokens: int  # emitted by rounds
+    target_seconds: float
+    draft_seconds: float
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """How intervals are made."""
+
+    num_bootstrap: int
+    confidence: float
+    seed: int
+
+
+def component_row(
+    measured: Sequence[Measured], timed: Sequence[Timed], intervals: Intervals
+) -> dict[str, Any]:
+    """The figures of one component, proposer, temperature and k."""
+    first = measured[0]
+    per_request = [m.stats() for m in measured]
+    pooled = sum(per_request[1:], per_request[0])
+    row = _row(first.component, first, pooled, len(measured))
+    if pooled.num_rounds:
+        low, high = acceptance_interval(
+            per_request, intervals.num_bootstrap, intervals.confidence, intervals.seed
+        )
+        lengths = [s.acceptance_length for s in per_request if s.num_rounds]
+        row |= {
+            "acceptance_length_low": low,
+            "acceptance_length_high": high,
+            "acceptance_length_per_request_mean": sum(lengths) / len(lengths),
+        }
+    early = [m.stats(last=FIRST_TOKENS) for m in measured]
+    early_pooled = sum(early[1:], early[0])
+    row["first_20_acceptance_length"] = _length(early_pooled)
+    row["by_context"] = _by_context(measured)
+    row["num_looped"] = sum(m.loop_start is not None for m in measured)
+    return row | _speed(timed, intervals)
+
+
+def mix_row(
+    measured: Mapping[str, Sequence[Measured]],
+    weights: Mapping[str, float],
+    intervals: Intervals,
+) -> dict[str, Any]:
+    """The same of the whole profile: tokens over rounds, components by their share of requests."""
+    stats = {name: [m.stats() for m in own] for name, own in measured.items()}
+    everything = [s for own in stats.values() for s in own]
+    first = next(iter(measured.values()))[0]
+    row = _row("all", first, sum(everything[1:], everything[0]), len(everything))
+    low, high = mixed_interval(
+        stats,
+        weights,
+        num_bootstrap=intervals.num_bootstrap,
+        confidence=intervals.confidence,
+        seed=intervals.seed,
+    )
+    # By position a mix has no one figure here: its rounds are weighted, not counted.
+    for name in ("acceptance_by_position", "conditional_acceptance"):
+        del row[name]
+    return row | {
+        "acceptance_length": mixed_acceptance_length(stats, weights),
+        "acceptance_length_low": low,
+        "acceptance_length_high": high,
+        "num_looped": sum(m.loop_start is not None for own in measured.values() for m in own),
+    }
+
+
+def _row(component: str, first: Measured, stats: DecodeStats, num_prompts: int) -> dict[str, Any]:
+    return {
+        "component": component,
+        "proposer": first.proposer,
+        "temperature": first.temperature,
+        "num_draft_tokens": first.num_draft_tokens,
+        "num_prompts": num_prompts,
+        "num_rounds": stats.num_rounds,
+        "num_tokens": stats.num_tokens,
+        "acceptance_length": _length(stats),
+        "acceptance_by_position": list(stats.acceptance_by_position) if stats.num_rounds else None,
+        "conditional_acceptance": list(stats.conditional_acceptance),
+    }
+
+
+def _length(stats: DecodeStats) -> float | None:
+    return stats.acceptance_length if stats.num_rounds else None
+
+
+def _by_context(measured: Sequence[Measured]) -> list[dict[str, Any]]:
+    """Rounds by the number of tokens before them, prompt included."""
+    rows = []
+    for low, high in zip(CONTEXT_EDGES, CONTEXT_EDGES[1:], strict=False):
+        parts = [
+            m.stats(first=max(0, low - m.num_prompt_tokens), last=high - m.num_prompt_tokens)
+            for m in measured
+            if high > m.num_prompt_tokens
+        ]
+        stats = sum(parts[1:], parts[0]) if parts else None
+        if stats is not None and stats.num_rounds:
+            rows.append(
+                {
+                    "low": low,
+                    "high": high,
+                    "acceptance_length": stats.acceptance_length,
+                    "num_rounds": stats.num_rounds,
+                }
+            )
+    return rows
+
+
+def _speed(timed: Sequence[Timed], intervals: Intervals) -> dict[str, Any]:
+    """Tokens a second of decoding alone, prefill left out; prompts are resampled."""
+    if not timed or not sum(t.num_tokens for t in timed):
+        return {}
+    counts = torch.tensor([float(t.num_tokens) for t in timed], dtype=torch.float64)
+    draft = torch.tensor([t.draft_seconds for t in timed], dtype=torch.float64)
+    seconds = draft + torch.tensor([t.target_seconds for t in timed], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(intervals.seed)
+    drawn = torch.randint(len(timed), (intervals.num_bootstrap, len(timed)), generator=generator)
+    rates = counts[drawn].sum(1) / seconds[drawn].sum(1)
+    tail = (1 - intervals.confidence) / 2
+    low, high = torch.quantile(rates, torch.tensor([tail, 1 - tail]).double()).tolist()
+    return {
+        "tokens_per_second": float(counts.sum() / seconds.sum()),
+        "tokens_per_second_low": low,
+        "tokens_per_second_high": high,
+        "draft_time_share": float(draft.sum() / seconds.sum()),
+    }

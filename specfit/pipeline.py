@@ -1,0 +1,231 @@
+"""The path, from a checkpoint to a report: each stage, and what it reads."""
+
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specfit.artifacts import Artifact, ArtifactStore, Recipe, StatusRow
+from specfit.artifacts import status as store_status
+from specfit.config import ExtractMode, RunConfig
+from specfit.files import GIB
+from specfit.recipes import recipes_of
+from specfit.speculators.initialize import aux_layers_of
+from specfit.stages import export, extract, fit, generate, measure, prompts, report, target, train
+from specfit.targets.info import TargetInfo, read_info_file
+from specfit.targets.load import device_of, open_target
+from specfit.targets.locate import locate
+from specfit.targets.target import Target
+
+
+def run(cfg: RunConfig) -> Artifact:
+    """Makes what `cfg.stage` makes, and first whatever it reads that is not there yet.
+
+    Raises:
+        ValueError: the configuration and what it names do not fit together.
+    """
+    if cfg.runtime.num_threads:
+        torch.set_num_threads(cfg.runtime.num_threads)
+    made: Artifact = getattr(_Path(cfg), cfg.stage.name)
+    return made
+
+
+def recipes(cfg: RunConfig) -> dict[str, Recipe]:
+    """Of every stage, by name, in order; nothing is made."""
+    return _Path(cfg).recipes
+
+
+def status(cfg: RunConfig) -> list[StatusRow]:
+    """How every stage stands; nothing is made."""
+    path = _Path(cfg)
+    return store_status(path.store, path.recipes)
+
+
+class _Path:
+    """The stages of one configuration. Each is made when it is first asked for."""
+
+    def __init__(self, cfg: RunConfig) -> None:
+        self.cfg = cfg
+        self.device = device_of(cfg.runtime.device)
+        self.store = ArtifactStore(Path(cfg.runtime.root), int(cfg.runtime.min_free_gb * GIB))
+        digests = self.store.root / "digests.json"
+        self.location = locate(cfg.target, digests=digests)
+        self.recipes = recipes_of(cfg, self.location, digests)
+        self.weights = {c.name: c.weight for c in cfg.profile.components}
+
+    def _make(self, stage: str, make: Callable[[Path], None]) -> Artifact:
+        return self.store.get_or_make(self.recipes[stage], make)
+
+    @cached_property
+    def target(self) -> Artifact:
+        return self._make(
+            "target",
+            partial(target.run, config=self.cfg.target, location=self.location, device=self.device),
+        )
+
+    @cached_property
+    def info(self) -> TargetInfo:
+        return read_info_file(self.target.file("info.json"))
+
+    @cached_property
+    def loaded(self) -> Target:
+        """The target in memory: loaded by the first stage that needs it."""
+        return self.open_target()
+
+    @property
+    def open_target(self) -> Callable[[], Target]:
+        return partial(open_target, self.target, self.cfg.target, self.location, self.device)
+
+    @cached_property
+    def prompts(self) -> Artifact:
+        return self._make(
+            "prompts",
+            lambda folder: prompts.run(
+                folder,
+                data=self.cfg.data,
+                profile=self.cfg.profile,
+                seed=self.cfg.seed,
+                tokenizer=self.loaded.tokenizer,
+            ),
+        )
+
+    @cached_property
+    def generate(self) -> Artifact:
+        conversations = self.prompts
+        return self._make(
+            "generate",
+            lambda folder: generate.run(
+                folder,
+                config=self.cfg.generate,
+                temperatures={c.name: c.temperature for c in self.cfg.profile.components},
+                seed=self.cfg.seed,
+                prompts=conversations,
+                target=self.loaded,
+            ),
+        )
+
+    @cached_property
+    def fit(self) -> Artifact:
+        answers = self.generate
+        return self._make(
+            "fit",
+            lambda folder: fit.run(
+                folder,
+                profile=self.cfg.profile,
+                draft_vocab_size=self.cfg.speculator.draft_vocab_size,
+                max_tokens=self.cfg.extract.max_tokens,
+                answers=answers,
+                info=self.info,
+            ),
+        )
+
+    @cached_property
+    def states(self) -> Artifact | None:
+        """The hidden-state store; None where states are made while training."""
+        if self.cfg.extract.mode is ExtractMode.online:
+            return None
+        answers = self.generate
+        return self._make(
+            "extract",
+            lambda folder: extract.run(
+                folder,
+                config=self.cfg.extract,
+                aux_layers=aux_layers_of(self.cfg.speculator, self.info),
+                answers=answers,
+                target=self.loaded,
+            ),
+        )
+
+    @property
+    def extract(self) -> Artifact:
+        if self.states is None:
+            raise ValueError("extract.mode must be store for stage=extract, got online")
+        return self.states
+
+    @cached_property
+    def train(self) -> Artifact:
+        answers, vocab, states = self.generate, self.fit, self.states
+        return self._make(
+            "train",
+            lambda folder: train.run(
+                train.TrainJob(
+                    folder=folder,
+                    config=self.cfg.train,
+                    speculator=self.cfg.speculator,
+                    extract=self.cfg.extract,
+                    weights=self.weights,
+                    seed=self.cfg.seed,
+                    answers=answers,
+                    vocab=vocab,
+                    states=states,
+                    open_target=self.open_target,
+                    wandb_project=self.cfg.runtime.wandb_project
+                    if self.cfg.runtime.wandb
+                    else None,
+                ),
+                num_processes=self.cfg.runtime.num_processes,
+            ),
+        )
+
+    @cached_property
+    def measure(self) -> Artifact:
+        conversations, speculator = self.prompts, self.train
+        return self._make(
+            "measure",
+            lambda folder: measure.run(
+                folder,
+                config=self.cfg.measure,
+                profile=self.cfg.profile,
+                seed=self.cfg.seed,
+                prompts=conversations,
+                speculator=speculator,
+                target=self.loaded,
+            ),
+        )
+
+    @cached_property
+    def export(self) -> Artifact:
+        speculator = self.train
+        return self._make(
+            "export",
+            lambda folder: export.run(
+                folder, seed=self.cfg.seed, speculator=speculator, target=self.loaded
+            ),
+        )
+
+    @cached_property
+    def report(self) -> Artifact:
+        inputs = {
+            name: getattr(self, name).folder()
+            for name in ("prompts", "generate", "fit", "train", "measure", "export")
+        }
+        # Not `folder()`: that would read all hidden states for their checksums.
+        states = self.states.file("store.json").parent if self.states else None
+        return self._make(
+            "report",
+            lambda folder: report.run(
+                folder,
+                **inputs,
+                extract=states,
+                provenance=self._provenance(),
+                report=self.cfg.report,
+            ),
+        )
+
+    def _provenance(self) -> dict[str, Any]:
+        manifest = self.train.manifest
+        return {
+            "keys": {stage: recipe.key for stage, recipe in self.recipes.items()},
+            "versions": manifest["versions"],
+            "git": manifest["git_revision"],
+            "seed": self.cfg.seed,
+            "command": shlex.join(["specfit", *sys.argv[1:]]),
+            "target": self.info.to_json() | {"identity": self.location.identity},
+            "profile": asdict(self.cfg.profile),
+            "config": asdict(self.cfg),
+        }

@@ -1,0 +1,190 @@
+"""`generate`: the target's own answers to the prompts, which is what a speculator must predict."""
+
+import json
+import logging
+from collections import Counter
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from tqdm import tqdm
+
+from specfit.artifacts import Artifact
+from specfit.config import GenerateConfig
+from specfit.files import append_jsonl, read_jsonl, write_json, write_text
+from specfit.targets.slots import SlotTarget
+from specfit.targets.target import Target
+from specfit.targets.vocabulary import token_classes
+from specfit_kernels.floors import GFLOP, matmul_gflops
+from specfit_serve.decode import Decoded, DecodeSettings, Request, decode
+from specfit_serve.ngram import NoProposer
+
+VERSION = 1
+log = logging.getLogger(__name__)
+
+
+def run(
+    folder: Path,
+    *,
+    config: GenerateConfig,
+    temperatures: dict[str, float],
+    seed: int,
+    prompts: Artifact,
+    target: Target,
+) -> None:
+    """Writes answers.jsonl and generate.json.
+
+    Args:
+        folder: where; answers of an earlier, killed run in it are kept.
+        config: how to decode.
+        temperatures: of each component.
+        seed: of sampled answers.
+        prompts: the conversations.
+        target: answers them.
+    """
+    conversations = [
+        row for row in read_jsonl(prompts.file("conversations.jsonl")) if row["split"] != "test"
+    ]
+    if config.on_policy:
+        figures = _answer(folder, config, temperatures, seed, conversations, target)
+    else:
+        figures = {"num_looped": 0, "seconds": 0.0, "finish_reasons": {}}
+        rows = [_reference(row) for row in conversations if row["reference_ids"]]
+        if not rows:
+            raise ValueError(
+                "generate.on_policy must be true: no conversation of the data has an answer"
+            )
+        append_jsonl(folder / "journal.jsonl", rows)
+    _finish(folder, figures)
+
+
+def _answer(
+    folder: Path,
+    config: GenerateConfig,
+    temperatures: dict[str, float],
+    seed: int,
+    conversations: list[dict[str, Any]],
+    target: Target,
+) -> dict[str, Any]:
+    journal = folder / "journal.jsonl"
+    done = set()
+    if journal.exists():
+        done = {row["id"] for row in read_jsonl(journal, tolerate_truncated_tail=True)}
+        log.info("generate: %d of %d answers are there already", len(done), len(conversations))
+    by_id = {row["id"]: row for row in conversations if row["id"] not in done}
+
+    def temperature(row: dict[str, Any]) -> float:
+        own = temperatures[row["component"]]
+        return own if config.temperature is None else config.temperature
+
+    # Longest first: neighbours in the batch are alike, and the end of the job is not one long one.
+    requests = [
+        Request(row["id"], row["prompt_ids"], temperature(row))
+        for row in sorted(by_id.values(), key=lambda row: (-len(row["prompt_ids"]), row["id"]))
+    ]
+    started = perf_counter()
+    num_tokens = 0
+    if requests:
+        slots = SlotTarget(
+            target,
+            num_slots=min(config.batch_size, len(requests)),
+            max_length=min(
+                len(requests[0].prompt) + config.max_new_tokens,
+                target.info.max_position_embeddings,
+            ),
+            aux_layers=None,
+        )
+        settings = DecodeSettings(
+            num_draft_tokens=0,
+            max_new_tokens=config.max_new_tokens,
+            batch_size=slots.num_slots,
+            top_p=config.top_p,
+            seed=seed,
+        )
+        with tqdm(total=len(requests) * config.max_new_tokens, unit="tok", desc="generate") as bar:
+            for answer in decode(
+                slots,
+                NoProposer(),
+                requests,
+                settings,
+                token_classes=token_classes(target),
+                on_progress=bar.update,
+            ):
+                append_jsonl(journal, [_row(by_id[answer.id], answer)])
+                num_tokens += len(answer.tokens)
+                # An answer that ended early will not take the rest of its share.
+                bar.total -= config.max_new_tokens - len(answer.tokens)
+    seconds = perf_counter() - started
+    flops = 2.0 * target.info.num_parameters * num_tokens
+    return {
+        "seconds": seconds,
+        "tokens_per_second": num_tokens / seconds if num_tokens else None,
+        "achieved_gflops": flops / seconds / GFLOP if num_tokens else None,
+        "matmul_gflops": matmul_gflops(config.batch_size, *_widest(target)),
+    }
+
+
+def _widest(target: Target) -> tuple[int, int]:
+    return target.info.intermediate_size, target.info.hidden_size
+
+
+def _row(conversation: dict[str, Any], answer: Decoded) -> dict[str, Any]:
+    start = len(conversation["prompt_ids"])
+    return {
+        "id": conversation["id"],
+        "component": conversation["component"],
+        "source": conversation["source"],
+        "split": conversation["split"],
+        "input_ids": conversation["prompt_ids"] + answer.tokens,
+        "loss_spans": [*conversation["prompt_spans"], [start, start + len(answer.tokens)]],
+        "num_answer_tokens": len(answer.tokens),
+        "finish_reason": answer.finish_reason,
+    }
+
+
+def _reference(conversation: dict[str, Any]) -> dict[str, Any]:
+    kept = ("id", "component", "source", "split")
+    return {name: conversation[name] for name in kept} | {
+        "input_ids": conversation["reference_ids"],
+        "loss_spans": conversation["reference_spans"],
+        "num_answer_tokens": sum(end - start for start, end in conversation["reference_spans"]),
+        "finish_reason": "reference",
+    }
+
+
+def _finish(folder: Path, figures: dict[str, Any]) -> None:
+    """Leaves looping answers out, orders the rest, and counts."""
+    journal = folder / "journal.jsonl"
+    rows = sorted(read_jsonl(journal, tolerate_truncated_tail=True), key=lambda row: row["id"])
+    kept = [row for row in rows if row["finish_reason"] != "repetition"]
+    if not kept:
+        raise ValueError(f"generate: all {len(rows)} answers loop; try generate.temperature=0.7")
+    write_text(folder / "answers.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
+    groups = sorted({(row["component"], row["split"]) for row in rows})
+    num_tokens = sum(row["num_answer_tokens"] for row in kept)
+    figures |= {
+        "num_answers": len(kept),
+        "num_looped": len(rows) - len(kept),
+        "num_tokens": num_tokens,
+        "mean_answer_tokens": num_tokens / len(kept),
+        "finish_reasons": Counter(row["finish_reason"] for row in rows),
+        "rows": [_count(rows, component, split) for component, split in groups],
+    }
+    write_json(folder / "generate.json", figures)
+    journal.unlink()
+    log.info(
+        "generate: %d answers, %d tokens, %d dropped since they loop, %.0f tokens/s",
+        *(len(kept), num_tokens, len(rows) - len(kept), figures.get("tokens_per_second") or 0),
+    )
+
+
+def _count(rows: list[dict[str, Any]], component: str, split: str) -> dict[str, Any]:
+    group = [row for row in rows if (row["component"], row["split"]) == (component, split)]
+    kept = [row for row in group if row["finish_reason"] != "repetition"]
+    return {
+        "component": component,
+        "split": split,
+        "num_answers": len(kept),
+        "num_looped": len(group) - len(kept),
+        "num_tokens": sum(row["num_answer_tokens"] for row in kept),
+    }

@@ -1,0 +1,331 @@
+"""`measure`: real draft-and-verify decoding of held-out conversations, beside model-free baselines."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from specfit.acceptance import Intervals, Measured, Timed, component_row, mix_row
+from specfit.artifacts import Artifact
+from specfit.config import MeasureConfig, ProfileConfig
+from specfit.files import append_jsonl, read_jsonl, write_json
+from specfit.speculators.proposer import Eagle3Proposer
+from specfit.targets.slots import SlotTarget
+from specfit.targets.target import Target
+from specfit.targets.vocabulary import token_classes
+from specfit.training.checkpoints import load_head
+from specfit_serve.decode import Decoded, DecodeSettings, Request, decode
+from specfit_serve.ngram import NgramProposer, NoProposer
+from specfit_serve.protocols import Proposer
+
+VERSION = 1
+log = logging.getLogger(__name__)
+
+TIMED_TOKENS = 64  # decoded alone of each timed prompt
+PROPOSERS = ("none", "ngram", "eagle3")
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One way of decoding all held-out conversations."""
+
+    proposer: str
+    num_draft_tokens: int
+    temperature: float | None  # None: each component's own
+
+
+class _Bench:
+    """The held-out conversations, and decoding them."""
+
+    def __init__(
+        self,
+        config: MeasureConfig,
+        profile: ProfileConfig,
+        seed: int,
+        conversations: list[dict[str, Any]],
+        target: Target,
+        speculator: Artifact,
+    ) -> None:
+        self.config = config
+        self.seed = seed
+        self.target = target
+        self.by_id = {row["id"]: row for row in conversations}
+        self.temperatures = {c.name: c.temperature for c in profile.components}
+        self.classes = token_classes(target)
+        self.head, self.vocab = load_head(
+            speculator.file("config.json"), speculator.file("model.safetensors"), target.device
+        )
+        longest = max(len(row["prompt_ids"]) for row in conversations)
+        self.max_length = min(
+            longest + config.max_new_tokens + max(config.num_draft_tokens),
+            target.info.max_position_embeddings,
+        )
+        self._slots: SlotTarget | None = None
+
+    def slots(self, num_slots: int) -> SlotTarget:
+        """One cache at a time: a new size replaces the old."""
+        if self._slots is None or self._slots.num_slots != num_slots:
+            self._slots = SlotTarget(
+                self.target,
+                num_slots=num_slots,
+                max_length=self.max_length,
+                aux_layers=list(self.head.config.aux_layers),
+            )
+        return self._slots
+
+    def proposer(self, name: str, num_slots: int) -> Proposer:
+        """A fresh one, for a fresh set of requests."""
+        match name:
+            case "none":
+                return NoProposer()
+            case "ngram":
+                return NgramProposer(self.config.ngram_min, self.config.ngram_max)
+            case _:
+                return Eagle3Proposer(
+                    self.head,
+                    self.vocab,
+                    self.target.embeddings.weight.detach(),
+                    num_slots=num_slots,
+                    max_length=self.max_length,
+                )
+
+    def temperature(self, way: _Pass, component: str) -> float:
+        """At which a component is decoded."""
+        return self.temperatures[component] if way.temperature is None else way.temperature
+
+    def decode(
+        self, way: _Pass, ids: list[str], num_slots: int, max_new_tokens: int, bar: Any
+    ) -> Iterator[Decoded]:
+        """Answers the conversations `ids`."""
+        requests = [
+            Request(
+                i,
+                self.by_id[i]["prompt_ids"],
+                self.temperature(way, self.by_id[i]["component"]),
+            )
+            for i in sorted(ids, key=lambda i: (-len(self.by_id[i]["prompt_ids"]), i))
+        ]
+        settings = DecodeSettings(
+            num_draft_tokens=way.num_draft_tokens,
+            max_new_tokens=max_new_tokens,
+            batch_size=num_slots,
+            seed=self.seed,
+        )
+        for answer in decode(
+            self.slots(num_slots),
+            self.proposer(way.proposer, num_slots),
+            requests,
+            settings,
+            token_classes=self.classes,
+            on_progress=bar.update,
+        ):
+            bar.total -= max_new_tokens - len(answer.tokens)
+            yield answer
+
+
+def run(
+    folder: Path,
+    *,
+    config: MeasureConfig,
+    profile: ProfileConfig,
+    seed: int,
+    prompts: Artifact,
+    speculator: Artifact,
+    target: Target,
+) -> None:
+    """Writes requests.jsonl and timings.jsonl (an answer a line) and acceptance.json (figures).
+
+    Answers of an earlier, killed run in `folder` are kept.
+    """
+    conversations = [
+        row for row in read_jsonl(prompts.file("conversations.jsonl")) if row["split"] == "test"
+    ]
+    if not conversations:
+        raise ValueError("data.num_test must be larger: no held-out conversation is left")
+    bench = _Bench(config, profile, seed, conversations, target, speculator)
+    ways = list(_ways(config))
+    for way in ways:
+        _decode_all(folder / "requests.jsonl", bench, way)
+    _time_all(folder / "timings.jsonl", bench, ways)
+    measured = [Measured(**row) for row in read_jsonl(folder / "requests.jsonl")]
+    timed = [Timed(**row["timed"]) for row in read_jsonl(folder / "timings.jsonl")]
+    differences = _differences(bench, measured)
+    rows = list(_rows(bench, ways, profile, measured, timed, differences))
+    write_json(
+        folder / "acceptance.json",
+        {
+            "rows": rows,
+            "differences": differences,
+            "confidence": config.confidence,
+            "device": str(target.device),
+            "num_threads": torch.get_num_threads(),
+        },
+    )
+    for row in rows:
+        if row["acceptance_length"] is not None and row["proposer"] != "none":
+            log.info(
+                "measure %s %s T=%g k=%d: acceptance length %.3f [%.3f, %.3f] over %d prompts",
+                *(row["component"], row["proposer"], row["temperature"], row["num_draft_tokens"]),
+                *(row["acceptance_length"], row["acceptance_length_low"]),
+                *(row["acceptance_length_high"], row["num_prompts"]),
+            )
+
+
+def _ways(config: MeasureConfig) -> Iterator[_Pass]:
+    for temperature in config.temperatures or [None]:
+        yield _Pass("none", 0, temperature)
+        for proposer in PROPOSERS[1:]:
+            for k in config.num_draft_tokens:
+                yield _Pass(proposer, k, temperature)
+
+
+def _decode_all(journal: Path, bench: _Bench, way: _Pass) -> None:
+    """All held-out conversations, many at once, those in the journal left out."""
+    done = set()
+    if journal.exists():
+        rows = read_jsonl(journal, tolerate_truncated_tail=True)
+        done = {row["id"] for row in rows if _is_of(bench, way, row)}
+    ids = [i for i in bench.by_id if i not in done]
+    if not ids:
+        return
+    limit = bench.config.max_new_tokens
+    num_slots = min(bench.config.batch_size, len(bench.by_id))
+    label = f"measure {way.proposer}" + (
+        f" k={way.num_draft_tokens}" if way.num_draft_tokens else ""
+    )
+    with tqdm(total=len(ids) * limit, unit="tok", desc=label) as bar:
+        for answer in bench.decode(way, ids, num_slots, limit, bar):
+            conversation = bench.by_id[answer.id]
+            found = Measured(
+                id=answer.id,
+                component=conversation["component"],
+                proposer=way.proposer,
+                temperature=bench.temperature(way, conversation["component"]),
+                num_draft_tokens=way.num_draft_tokens,
+                num_prompt_tokens=len(conversation["prompt_ids"]),
+                tokens=answer.tokens,
+                finish_reason=answer.finish_reason,
+                loop_start=answer.loop_start,
+                rounds=[[r.start, r.num_drafted, r.num_kept] for r in answer.rounds],
+            )
+            append_jsonl(journal, [asdict(found)])
+
+
+def _is_of(bench: _Bench, way: _Pass, row: dict[str, Any]) -> bool:
+    found = (row["proposer"], row["num_draft_tokens"], row["temperature"])
+    return found == (
+        way.proposer,
+        way.num_draft_tokens,
+        bench.temperature(way, row["component"]),
+    )
+
+
+def _time_all(journal: Path, bench: _Bench, ways: list[_Pass]) -> None:
+    """Some conversations of each component, alone: all ways on one before the next, so that what
+    else the machine does meets all of them alike.
+    """
+    done = read_jsonl(journal, tolerate_truncated_tail=True) if journal.exists() else []
+    if done:
+        return
+    limit = min(TIMED_TOKENS, bench.config.max_new_tokens)
+    chosen: list[str] = []
+    for component in bench.temperatures:
+        own = [i for i in sorted(bench.by_id) if bench.by_id[i]["component"] == component]
+        chosen += own[: bench.config.num_timed]
+    rows = []
+    with tqdm(total=(len(chosen) + 1) * len(ways) * limit, unit="tok", desc="time") as bar:
+        for i in [chosen[0], *chosen]:  # the first one warms up
+            for way in ways:
+                (answer,) = bench.decode(way, [i], 1, limit, bar)
+                rows.append({"id": i, "timed": asdict(_timed(bench, way, answer))})
+    append_jsonl(journal, rows[len(ways) :])
+
+
+def _timed(bench: _Bench, way: _Pass, answer: Decoded) -> Timed:
+    component = bench.by_id[answer.id]["component"]
+    return Timed(
+        component=component,
+        proposer=way.proposer,
+        temperature=bench.temperature(way, component),
+        num_draft_tokens=way.num_draft_tokens,
+        num_tokens=max(0, len(answer.tokens) - 1),
+        target_seconds=answer.target_seconds,
+        draft_seconds=answer.draft_seconds,
+    )
+
+
+def _differences(bench: _Bench, measured: list[Measured]) -> list[dict[str, Any]]:
+    """Where a greedy speculative answer leaves the plain one, and by how little."""
+    plain = {m.id: m for m in measured if m.proposer == "none" and m.temperature == 0}
+    found = []
+    for m in measured:
+        if m.proposer == "none" or m.temperature > 0 or m.tokens == plain[m.id].tokens:
+            continue
+        pairs = list(zip(m.tokens, plain[m.id].tokens, strict=False))
+        position = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        context = bench.by_id[m.id]["prompt_ids"] + plain[m.id].tokens[:position]
+        ids = torch.tensor([context], device=bench.target.device)
+        _, last = bench.target.states(ids, torch.ones_like(ids, dtype=torch.bool), [])
+        first, second = bench.target.logits(last[0, -1]).topk(2).values.tolist()
+        found.append(
+            {
+                "component": m.component,
+                "proposer": m.proposer,
+                "num_draft_tokens": m.num_draft_tokens,
+                "id": m.id,
+                "position": position,
+                "margin": first - second,
+                "plain_token": _at(plain[m.id].tokens, position),
+                "token": _at(m.tokens, position),
+            }
+        )
+    return found
+
+
+def _at(tokens: list[int], position: int) -> int | None:
+    return tokens[position] if position < len(tokens) else None
+
+
+def _rows(
+    bench: _Bench,
+    ways: list[_Pass],
+    profile: ProfileConfig,
+    measured: list[Measured],
+    timed: list[Timed],
+    differences: list[dict[str, Any]],
+) -> Iterator[dict[str, Any]]:
+    config = bench.config
+    intervals = Intervals(config.num_bootstrap, config.confidence, bench.seed)
+    weights = {c.name: c.weight for c in profile.components}
+    for way in ways:
+        own = [m for m in measured if _is_of(bench, way, asdict(m))]
+        by_component = {n: [m for m in own if m.component == n] for n in weights}
+        by_component = {name: found for name, found in by_component.items() if found}
+        different = {
+            d["component"]
+            for d in differences
+            if (d["proposer"], d["num_draft_tokens"]) == (way.proposer, way.num_draft_tokens)
+        }
+        equal: dict[str, bool | None] = {}
+        for name, found in by_component.items():
+            of_time = [t for t in timed if t.component == name and _is_of(bench, way, asdict(t))]
+            row = component_row(found, of_time, intervals)
+            greedy = found[0].temperature == 0 and way.proposer != "none"
+            equal[name] = name not in different if greedy else None
+            if way.proposer == "eagle3":
+                row["coverage"] = _coverage(bench, found)
+            yield row | {"outputs_equal_plain": equal[name]}
+        known = [value for value in equal.values() if value is not None]
+        yield mix_row(by_component, weights, intervals) | {
+            "outputs_equal_plain": all(known) if known else None
+        }
+
+
+def _coverage(bench: _Bench, measured: list[Measured]) -> float:
+    """Share of the answers' tokens that are in the draft vocabulary."""
+    tokens = torch.tensor([token for m in measured for token in m.tokens])
+    return float(bench.vocab.t2d.cpu()[tokens].float().mean())

@@ -1,0 +1,105 @@
+"""report: one page, its Markdown twin, plots and a record, from what the other stages made."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from specfit.config import ReportConfig
+from specfit.report import making, markdown, measured, opening, page, plots
+from specfit.report.acceptance import Acceptance
+from specfit.report.definitions import definitions
+from specfit.report.document import Document
+from specfit.report.sweep import write_sweep
+
+VERSION = 1
+
+log = logging.getLogger(__name__)
+
+
+def run(
+    folder: Path,
+    *,
+    prompts: Path,
+    generate: Path,
+    fit: Path,
+    extract: Path | None,
+    train: Path,
+    measure: Path,
+    export: Path,
+    provenance: dict[str, Any],
+    report: ReportConfig,
+) -> None:
+    """Writes report.html, report.md, report.json and their plots into `folder`.
+
+    Args:
+        folder: where to.
+        prompts: a finished artifact, as are `generate`, `fit`, `train`, `measure` and `export`.
+        generate: see `prompts`.
+        fit: see `prompts`.
+        extract: the hidden-state store; None where states were computed while training.
+        train: see `prompts`.
+        measure: see `prompts`.
+        export: see `prompts`.
+        provenance: keys, versions, git, seed, command, target, profile and config.
+        report: what else to show; a sweep is written beside the page.
+
+    Raises:
+        FileNotFoundError: an artifact lacks its record, or `report.sweep` holds no job.
+        ValueError: no draft model was measured.
+    """
+    record: dict[str, Any] = {
+        "provenance": provenance,
+        "prompts": _read(prompts / "prompts.json"),
+        "generate": _read(generate / "generate.json"),
+        "fit": _read(fit / "fit.json"),
+        "extract": None if extract is None else _read(extract / "store.json"),
+        "train": _read(train / "train.json"),
+        "train_log": _read_lines(train / "train_log.jsonl"),
+        "evals": _read_lines(train / "evals.jsonl"),
+        "acceptance": _read(measure / "acceptance.json"),
+        "parity": _read(export / "parity.json"),
+        "manifest": _read(export / "manifest.json"),
+    }
+    found = Acceptance.of(record["acceptance"])
+    record["verdict"] = opening.verdict(found)
+    document = _compose(folder, record, found)
+    (folder / "report.html").write_text(page.render(document, folder), encoding="utf-8")
+    (folder / "report.md").write_text(markdown.render(document), encoding="utf-8")
+    text = json.dumps(record, indent=2, ensure_ascii=False)
+    (folder / "report.json").write_text(text + "\n", encoding="utf-8")
+    if report.sweep is not None:
+        write_sweep(folder, Path(report.sweep))
+    log.info("report verdict=%r page=%s", record["verdict"], folder / "report.html")
+
+
+def _compose(folder: Path, record: dict[str, Any], found: Acceptance) -> Document:
+    train, provenance, parity = record["train"], record["provenance"], record["parity"]["rows"]
+    images = plots.measured_plots(folder, found)
+    images |= plots.training_plot(
+        folder, record["train_log"], record["evals"], train.get("kept_step")
+    )
+    return Document(
+        opening.title(found, provenance),
+        opening.lead(found, provenance),
+        opening.opening(found, provenance, parity),
+        [
+            *measured.sections(found, images),
+            making.training(train, record["train_log"], record["evals"], images),
+            making.data(record["prompts"], record["generate"]),
+            making.coverage(record["fit"]),
+            making.throughput({name: record[name] for name in ("generate", "extract", "train")}),
+            making.export(parity, record["manifest"]),
+            making.provenance(provenance),
+            definitions(found.confidence),
+        ],
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return record
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -1,0 +1,155 @@
+"""`train`: fits the speculator; the checkpoint that is kept is the one that was accepted most."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from specfit.artifacts import Artifact
+from specfit.config import ExtractConfig, SpeculatorConfig, TrainConfig
+from specfit.draft_vocab import DraftVocab
+from specfit.files import read_jsonl, require_free, write_json
+from specfit.speculators.eagle3 import Eagle3
+from specfit.speculators.initialize import head_config, initialize
+from specfit.speculators.losses import parse_loss
+from specfit.states.documents import read_documents
+from specfit.states.online import OnlineStates
+from specfit.states.store import StateStore
+from specfit.targets.target import Target
+from specfit.training.checkpoints import Progress, drop_states
+from specfit.training.launch import launch
+from specfit.training.loop import Documents, StateSource, train
+from specfit.training.objective import DraftObjective
+from specfit.training.runlog import EVALS, STEPS, RunLog
+from specfit_kernels.floors import GFLOP, matmul_gflops
+
+VERSION = 1
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """Everything that a training process needs; it is sent to each."""
+
+    folder: Path
+    config: TrainConfig
+    speculator: SpeculatorConfig
+    extract: ExtractConfig
+    weights: dict[str, float]  # of the profile's components
+    seed: int
+    answers: Artifact
+    vocab: Artifact
+    states: Artifact | None  # None: on the fly
+    open_target: Callable[[], Target]
+    wandb_project: str | None
+
+
+def run(job: TrainJob, *, num_processes: int) -> None:
+    """Writes model.safetensors, config.json, train_log.jsonl, evals.jsonl and train.json."""
+    parse_loss(job.config.loss)
+    if job.config.packs_per_step % num_processes:
+        raise ValueError(
+            f"train.packs_per_step must be a multiple of runtime.num_processes ({num_processes}), "
+            f"got {job.config.packs_per_step}"
+        )
+    launch(_work, num_processes, job)
+    drop_states(job.folder)
+
+
+def _work(job: TrainJob) -> None:
+    target = job.open_target()
+    accelerator = Accelerator(cpu=target.device.type == "cpu")
+    vocab = DraftVocab.load(job.vocab.file("draft_vocab.safetensors"))
+    head = Eagle3(head_config(job.speculator, target.info))
+    initialize(head, target, vocab, job.speculator.init, job.seed)
+    num_parameters = sum(p.numel() for p in head.parameters())
+    # Weights and two moments, twice while one state replaces another, and the kept head.
+    require_free(job.folder, num_parameters * 4 * 3 * 2, "the states to resume training from")
+    objective = DraftObjective(
+        head.to(target.device),
+        target,
+        vocab,
+        num_steps=job.config.ttt_steps,
+        step_decay=job.config.step_decay,
+        loss=parse_loss(job.config.loss),
+    )
+    documents = _documents(job, target)
+    runlog = RunLog(
+        job.folder,
+        wandb_project=job.wandb_project if accelerator.is_main_process else None,
+        config=asdict(job.config) | asdict(job.speculator),
+    )
+    progress = train(
+        objective,
+        documents,
+        job.config,
+        seed=job.seed,
+        accelerator=accelerator,
+        vocab=vocab,
+        runlog=runlog,
+    )
+    runlog.close()
+    if accelerator.is_main_process:
+        _write_figures(job, head, documents, progress)
+
+
+def _documents(job: TrainJob, target: Target) -> Documents:
+    source: StateSource
+    if job.states is not None:
+        source = StateStore(job.states)
+        lengths = [place.num_tokens for place in source.documents]
+    else:
+        found = read_documents(
+            job.answers.file("answers.jsonl"),
+            max_tokens=job.extract.max_tokens,
+            splits=("train", "validation"),
+        )
+        found.sort(key=lambda d: (len(d.input_ids), d.id))
+        aux_layers = list(head_config(job.speculator, target.info).aux_layers)
+        source = OnlineStates(target, found, aux_layers, job.extract.dtype)
+        lengths = [len(document.input_ids) for document in found]
+    of_train = [i for i, d in enumerate(source.documents) if d.split == "train"]
+    validation = {
+        name: [
+            i
+            for i, d in enumerate(source.documents)
+            if (d.split, d.component) == ("validation", name)
+        ]
+        for name in job.weights
+    }
+    if not any(validation.values()):
+        raise ValueError("data.num_validation must be larger: no validation answer is left")
+    return Documents(source, of_train, [lengths[i] for i in of_train], validation, job.weights)
+
+
+def _write_figures(job: TrainJob, head: Eagle3, documents: Documents, progress: Progress) -> None:
+    rows = read_jsonl(job.folder / STEPS)
+    evals = read_jsonl(job.folder / EVALS)
+    num_chains = sum(row["tokens"] for row in rows)
+    layer = sum(p.numel() for p in head.layer.parameters()) + head.lm_head.weight.numel()
+    # Forward and backward are three products a weight; keys, values and `fc` run on every token.
+    keys_values = 2 * head.layer.self_attn.k_proj.weight.numel()
+    num_entries = job.config.epochs * sum(documents.train_lengths)
+    per_chain = job.config.ttt_steps * layer - keys_values
+    flops = 6.0 * (num_chains * per_chain + num_entries * (head.fc.weight.numel() + keys_values))
+    seconds = progress.seconds
+    config = head.config
+    write_json(
+        job.folder / "train.json",
+        {
+            "num_steps": progress.step,
+            "seconds": seconds,
+            "tokens_per_second": num_chains / seconds,
+            "kept_step": progress.best_step,
+            "kept_acceptance_length": max(row["acceptance_length"] for row in evals),
+            "num_parameters": sum(p.numel() for p in head.parameters()),
+            "achieved_gflops": flops / seconds / GFLOP,
+            "matmul_gflops": matmul_gflops(
+                max(1, num_chains // progress.step), config.intermediate_size, config.hidden_size
+            ),
+            "loss": job.config.loss,
+            "ttt_steps": job.config.ttt_steps,
+        },
+    )

@@ -1,0 +1,45 @@
+"""Conversations to learn from, as `generate` leaves them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from specfit.files import read_jsonl
+
+
+@dataclass(frozen=True)
+class Document:
+    """One conversation, prompt and answer."""
+
+    id: str
+    component: str
+    split: str  # train | validation
+    input_ids: list[int]
+    loss_spans: list[tuple[int, int]]  # where the assistant speaks: half-open, in tokens
+
+    @property
+    def loss_mask(self) -> Bool[Tensor, "seq"]:
+        """True where the assistant speaks."""
+        mask = torch.zeros(len(self.input_ids), dtype=torch.bool)
+        for start, end in self.loss_spans:
+            mask[start:end] = True
+        return mask
+
+
+def read_documents(path: Path, *, max_tokens: int, splits: Sequence[str]) -> list[Document]:
+    """The documents of `splits`, each cut after `max_tokens`; those with nothing left to learn go.
+
+    A cut in the middle of an answer is the same text as far as it goes.
+    """
+    documents = []
+    for row in read_jsonl(path):
+        spans = [(start, min(end, max_tokens)) for start, end in row["loss_spans"]]
+        spans = [(start, end) for start, end in spans if start < end]
+        if row["split"] in splits and spans:
+            ids = row["input_ids"][:max_tokens]
+            documents.append(Document(row["id"], row["component"], row["split"], ids, spans))
+    return documents

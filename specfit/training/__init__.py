@@ -1,0 +1,1 @@
+"""Training of a head: steps, checkpoints, processes."""

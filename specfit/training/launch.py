@@ -1,0 +1,49 @@
+"""Several training processes on one machine, started by the one that composed the configuration."""
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def launch(work: Callable[..., None], num_processes: int, *arguments: Any) -> None:
+    """Runs `work(*arguments)` in each of `num_processes` processes, or here when that is one.
+
+    `accelerate` finds its place in the group from the environment that this sets: NCCL on GPUs,
+    gloo on CPUs.
+    """
+    if num_processes == 1:
+        work(*arguments)
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    threads = max(1, torch.get_num_threads() // num_processes)
+    torch.multiprocessing.spawn(
+        _rank, args=(num_processes, port, threads, work, arguments), nprocs=num_processes
+    )
+
+
+def _rank(
+    rank: int,
+    world: int,
+    port: int,
+    threads: int,
+    work: Callable[..., None],
+    arguments: tuple[Any, ...],
+) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": str(threads),
+    }
+    torch.set_num_threads(threads)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    work(*arguments)
+    torch.distributed.destroy_process_group()

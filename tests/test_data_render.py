@@ -1,0 +1,432 @@
+"""Which text is learned, on the structures of templates that are in use."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from specfit_data.conversations import Conversation, Message, ToolCall, conversation_id
+from specfit_data.render import Rendered, Renderer, RenderError
+
+TEMPLATES = Path(__file__).parent / "templates"
+SPECIAL = {
+    "chatml": "<|im_start|> <|im_end|>",
+    "chatml_generation": "<|im_start|> <|im_end|>",
+    "llama31": "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|eom_id|> "
+    "<|python_tag|>",
+    "qwen3": "<|im_start|> <|im_end|>",
+    "mistral": "<s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] "
+    "[TOOL_RESULTS] [/TOOL_RESULTS]",
+    "gemma": "<bos> <start_of_turn> <end_of_turn>",
+    "r1": "<s> </s> <|User|> <|Assistant|> <|call|> <|sep|> <|/call|> <|result|> <|/result|>",
+    "phi3": "<|user|> <|assistant|> <|end|> <|endoftext|>",
+    "harmony": "<|start|> <|end|> <|message|> <|channel|> <|call|> <|return|>",
+}
+BOS_EOS = {
+    "llama31": ("<|begin_of_text|>", "<|eot_id|>"),
+    "mistral": ("<s>", "</s>"),
+    "gemma": ("<bos>", "<end_of_turn>"),
+    "r1": ("<s>", "</s>"),
+    "phi3": (None, "<|endoftext|>"),
+}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@cache
+def tokenizer_of(
+    name: str, *, trim_offsets: bool = True, template: str | None = None
+) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(["the answer is sunny, the user asks"] * 4, trainer)
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL[name].split()])
+    tokenizer.add_tokens([AddedToken("<tool_call>"), AddedToken("</tool_call>")])
+    bos, eos = BOS_EOS.get(name, (None, "<|im_end|>" if "<|im_end|>" in SPECIAL[name] else None))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token=eos)
+    fast.chat_template = template or (TEMPLATES / f"{name}.jinja").read_text()
+    return fast
+
+
+def renderer(name: str, **options: object) -> Renderer:
+    return Renderer(tokenizer_of(name, **options))
+
+
+def talk(*messages: Message, tools: tuple[dict, ...] = ()) -> Conversation:
+    return Conversation(messages, tools, conversation_id(messages, tools), "test", "MIT")
+
+
+def user(content: str) -> Message:
+    return Message("user", content)
+
+
+def says(content: str, reasoning: str | None = None, *, learn: bool = True) -> Message:
+    return Message("assistant", content, reasoning=reasoning, learn=learn)
+
+
+def calls(*cities: str, content: str = "", reasoning: str | None = None) -> Message:
+    made = tuple(ToolCall(f"call{i:05}", "weather", {"city": c}) for i, c in enumerate(cities))
+    return Message("assistant", content, tool_calls=made, reasoning=reasoning)
+
+
+def result(content: str, call: int = 0) -> Message:
+    return Message("tool", content, tool_call_id=f"call{call:05}")
+
+
+def learned(name: str, rendered: Rendered, **options: object) -> list[str]:
+    tokenizer = tokenizer_of(name, **options)
+    return [
+        tokenizer.decode(rendered.input_ids[start:end], clean_up_tokenization_spaces=False)
+        for start, end in rendered.spans
+    ]
+
+
+def learned_of(name: str, *messages: Message, tools: bool = False, **options: object) -> list[str]:
+    chat = talk(*messages, tools=(WEATHER,) if tools else ())
+    return learned(name, renderer(name, **options).full(chat, "all_turns"), **options)
+
+
+TWO_TURNS = (user("Hi"), says("Hello."), user("Bye"), says("See you."))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("chatml", ["Hello.<|im_end|>", "See you.<|im_end|>"]),
+        ("chatml_generation", ["Hello.<|im_end|>", "See you.<|im_end|>"]),
+        ("llama31", ["Hello.<|eot_id|>", "See you.<|eot_id|>"]),
+        ("qwen3", ["Hello.<|im_end|>", "<think>\n\n</think>\n\nSee you.<|im_end|>"]),
+        ("mistral", [" Hello.</s>", " See you.</s>"]),
+        ("gemma", ["Hello.<end_of_turn>", "See you.<end_of_turn>"]),
+        ("r1", ["Hello.</s>", "See you.</s>"]),
+        ("phi3", ["Hello.<|end|>", "See you.<|end|>"]),
+        (
+            "harmony",
+            [
+                "<|channel|>final<|message|>Hello.<|end|>",
+                "<|channel|>final<|message|>See you.<|return|>",
+            ],
+        ),
+    ],
+)
+def test_every_turn_is_learned_with_the_token_that_ends_it(name, expected):
+    assert learned_of(name, *TWO_TURNS) == expected
+
+
+@pytest.mark.parametrize("name", ["chatml", "chatml_generation", "llama31", "qwen3", "mistral"])
+def test_a_system_message_does_not_change_what_is_learned(name):
+    with_system = learned_of(name, Message("system", "Be brief."), *TWO_TURNS)
+    assert with_system == learned_of(name, *TWO_TURNS)
+
+
+def test_a_template_without_a_system_role_refuses_it_with_its_own_words():
+    with pytest.raises(RenderError, match="System role not supported"):
+        learned_of("gemma", Message("system", "Be brief."), *TWO_TURNS)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "llama31",
+            [
+                '{"name": "weather", "parameters": {"city": "Rome"}}<|eot_id|>',
+                "Sunny.<|eot_id|>",
+                '{"name": "weather", "parameters": {"city": "Oslo"}}<|eot_id|>',
+                "Rain.<|eot_id|>",
+            ],
+        ),
+        (
+            "qwen3",
+            [
+                '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+                "<|im_end|>",
+                "Sunny.<|im_end|>",
+                '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+                "<|im_end|>",
+                "<think>\n\n</think>\n\nRain.<|im_end|>",
+            ],
+        ),
+        (
+            "mistral",
+            [
+                '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}, '
+                '"id": "call00000"}]</s>',
+                " Sunny.</s>",
+                '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Oslo"}, '
+                '"id": "call00000"}]</s>',
+                " Rain.</s>",
+            ],
+        ),
+        (
+            "r1",
+            [
+                '<|call|>weather<|sep|>{"city": "Rome"}<|/call|></s>',
+                "Sunny.</s>",
+                '<|call|>weather<|sep|>{"city": "Oslo"}<|/call|></s>',
+                "Rain.</s>",
+            ],
+        ),
+        (
+            "harmony",
+            [
+                ' to=weather<|channel|>commentary<|message|>{"city": "Rome"}<|call|>',
+                "<|channel|>final<|message|>Sunny.<|end|>",
+                ' to=weather<|channel|>commentary<|message|>{"city": "Oslo"}<|call|>',
+                "<|channel|>final<|message|>Rain.<|return|>",
+            ],
+        ),
+    ],
+)
+def test_tool_calls_are_learned_and_results_are_not(name, expected):
+    messages = [user("Rome?"), calls("Rome"), result("21 C"), says("Sunny.")]
+    messages += [user("Oslo?"), calls("Oslo"), result("9 C"), says("Rain.")]
+    text = learned_of(name, *messages, tools=True)
+    # An r1 turn in history has no <think>, a harmony turn has its recipient after `assistant`.
+    assert text == expected
+
+
+def test_several_calls_and_results_are_one_turn_each():
+    messages = [user("Both?"), calls("Rome", "Oslo", content="Let me look.")]
+    messages += [result("21 C"), result("", call=1), says("Sunny and unknown.")]
+    assert learned_of("qwen3", *messages, tools=True) == [
+        'Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n'
+        '</tool_call>\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n'
+        "</tool_call><|im_end|>",
+        "<think>\n\n</think>\n\nSunny and unknown.<|im_end|>",
+    ]
+
+
+def test_a_turn_that_hands_over_to_an_environment_ends_with_its_own_token():
+    template = "{% set builtin = true %}" + (TEMPLATES / "llama31.jinja").read_text()
+    messages = [user("Rome?"), calls("Rome"), result("21 C"), says("Sunny.")]
+    assert learned_of("llama31", *messages, template=template) == [
+        '<|python_tag|>weather.call(city="Rome")<|eom_id|>',
+        "Sunny.<|eot_id|>",
+    ]
+
+
+def test_a_template_that_takes_one_call_refuses_two():
+    with pytest.raises(RenderError, match="one call at a time"):
+        learned_of("llama31", user("Both?"), calls("Rome", "Oslo"), tools=True)
+
+
+# speculators#346: thinking tokens not trained.
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("qwen3", "<think>\nA farewell.\n</think>\n\nSee you.<|im_end|>"),
+        ("chatml", "<think>\nA farewell.\n</think>\n\nSee you.<|im_end|>"),
+        ("r1", "A farewell.\n</think>\n\nSee you.</s>"),
+        (
+            "harmony",
+            "<|channel|>analysis<|message|>A farewell.<|end|><|start|>assistant<|channel|>final"
+            "<|message|>See you.<|return|>",
+        ),
+    ],
+)
+def test_the_reasoning_of_the_last_turn_is_learned(name, expected):
+    asked = [user("Hi"), says("Hello.", "A greeting."), user("Bye")]
+    assert learned_of(name, *asked, says("See you.", "A farewell."))[-1] == expected
+
+
+# speculators#774, #943, #975: the rendering of turns 1..k is no prefix of that of the whole.
+@pytest.mark.parametrize(
+    ("name", "expected"), [("qwen3", "Hello.<|im_end|>"), ("r1", "Hello.</s>")]
+)
+def test_a_turn_whose_reasoning_is_dropped_from_history_is_learned_as_it_stands(name, expected):
+    messages = [user("Hi"), says("Hello.", "A greeting."), user("Bye"), says("See you.", "Go.")]
+    assert learned_of(name, *messages)[0] == expected
+
+
+def test_reasoning_between_tool_calls_is_learned_where_the_template_keeps_it():
+    messages = [user("Rome?"), calls("Rome", reasoning="Look it up."), result("21 C")]
+    assert learned_of("qwen3", *messages, says("Sunny.", "Warm."), tools=True) == [
+        '<think>\nLook it up.\n</think>\n\n<tool_call>\n{"name": "weather", "arguments": '
+        '{"city": "Rome"}}\n</tool_call><|im_end|>',
+        "<think>\nWarm.\n</think>\n\nSunny.<|im_end|>",
+    ]
+
+
+def test_reasoning_inside_the_content_is_split_off_by_the_template_as_in_serving():
+    messages = [user("Hi"), says("<think>\nA greeting.\n</think>\n\nHello.")]
+    assert learned_of("qwen3", *messages) == ["<think>\nA greeting.\n</think>\n\nHello.<|im_end|>"]
+
+
+# speculators#561, Automodel#3371: tool calls and tool turns dropped silently by a role filter.
+def test_a_template_that_drops_a_message_is_an_error():
+    template = (TEMPLATES / "chatml.jinja").read_text()
+    template = template.replace(
+        "{%- for m in messages -%}", "{%- for m in messages if m.role != 'tool' -%}"
+    )
+    messages = [user("Rome?"), calls("Rome"), result("21 C"), says("Sunny.")]
+    with pytest.raises(RenderError, match=r"message 2 \(tool\): the template drops it"):
+        learned_of("chatml", *messages, template=template)
+
+
+def test_a_template_that_drops_the_second_call_is_an_error():
+    template = (TEMPLATES / "qwen3.jinja").read_text()
+    template = template.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+    with pytest.raises(RenderError, match="drops a tool call"):
+        learned_of("qwen3", user("Both?"), calls("Rome", "Oslo"), tools=True, template=template)
+
+
+# speculators#907: unknown roles (developer, …) dropped silently.
+def test_a_developer_message_is_a_system_message_where_the_template_has_no_developer():
+    chat = talk(Message("developer", "Be brief."), user("Hi"))
+    prompt = renderer("chatml").prompt(chat, "all_turns")
+    assert prompt.text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_a_developer_message_stays_one_where_the_template_has_it():
+    chat = talk(Message("developer", "Be brief."), user("Hi"))
+    text = renderer("harmony").prompt(chat, "all_turns").text
+    assert text.startswith("<|start|>developer<|message|>Be brief.<|end|>")
+
+
+# speculators#210, SpecForge#392: an expression that does not match leaves nothing to learn.
+def test_a_template_without_a_token_that_ends_a_turn_is_an_error():
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    with pytest.raises(RenderError, match="no special token ends it"):
+        learned_of("chatml", *TWO_TURNS, template=template)
+
+
+def test_a_conversation_that_begins_with_an_assistant_turn_is_an_error():
+    with pytest.raises(RenderError, match="begins with an assistant turn"):
+        learned_of("chatml", says("Hello."), user("Hi"), says("Again."))
+
+
+def test_an_assistant_turn_that_says_nothing_is_an_error():
+    with pytest.raises(RenderError, match="message 1"):
+        learned_of("chatml", user("Hi"), says(""))
+
+
+# SpecForge#484: a system prompt of the trainer's own is inserted, or inserted twice.
+def test_nothing_is_added_to_what_the_template_makes():
+    chat = talk(user("Hi"), says("Hello."))
+    full = renderer("chatml").full(chat, "all_turns")
+    assert full.text == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"
+    )
+
+
+def test_schemas_go_into_the_one_system_message_when_the_template_knows_no_tools():
+    chat = talk(Message("system", "Be brief."), user("Rome?"), tools=(WEATHER,))
+    text = renderer("chatml").prompt(chat, "all_turns").text
+    assert text.startswith("<|im_start|>system\nBe brief.\n\nYou may call these functions")
+    assert text.count('"name": "weather"') == text.count("<|im_start|>system") == 1
+
+
+def test_schemas_make_a_system_message_when_there_is_none_and_turns_stay_right():
+    messages = [user("Rome?"), calls("Rome"), result("21 C"), says("Sunny.")]
+    assert learned_of("chatml", *messages, tools=True) == [
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>',
+        "Sunny.<|im_end|>",
+    ]
+
+
+# SpecForge#419, TorchSpec#37: users want loss on the last turn only.
+@pytest.mark.parametrize("name", ["chatml", "chatml_generation", "qwen3"])
+def test_last_turn_keeps_the_last_assistant_turn_only(name):
+    full = renderer(name).full(talk(*TWO_TURNS), "last_turn")
+    assert learned(name, full) == learned_of(name, *TWO_TURNS)[-1:]
+
+
+def test_a_prompt_learns_its_history_unless_only_the_last_turn_counts():
+    chat = talk(*TWO_TURNS)
+    prompts = [renderer("chatml").prompt(chat, on) for on in ("all_turns", "last_turn")]
+    assert [learned("chatml", p) for p in prompts] == [["Hello.<|im_end|>"], []]
+
+
+def test_turns_that_are_flagged_as_context_are_not_learned():
+    messages = [user("Hi"), says("Hello.", learn=False), user("Bye"), says("See you.")]
+    assert learned_of("chatml", *messages) == ["See you.<|im_end|>"]
+
+
+# ModelOpt#2172: transformers 5 gives a BatchEncoding where a list was expected.
+def test_tokens_are_a_list_of_ids_that_decodes_to_the_text():
+    full = renderer("chatml").full(talk(*TWO_TURNS), "all_turns")
+    assert all(type(token) is int for token in full.input_ids)
+    assert tokenizer_of("chatml").decode(full.input_ids) == full.text
+
+
+# ModelOpt#1211, Megatron-Bridge#3927: without generation blocks the mask is all zero, or all one.
+def test_generation_blocks_and_their_absence_give_the_same_mask():
+    chat = talk(Message("system", "Be brief."), *TWO_TURNS)
+    masks = [renderer(n).full(chat, "all_turns") for n in ("chatml", "chatml_generation")]
+    assert masks[0] == masks[1]
+    mask = masks[0].tokenized().loss_mask
+    assert mask.any()
+    assert not mask.all()
+
+
+# EAGLE#340: the loss is a mean over padded positions. Nothing is padded here.
+def test_the_mask_is_as_long_as_the_tokens_and_counts_the_learned_ones_only():
+    full = renderer("chatml").full(talk(*TWO_TURNS), "all_turns")
+    tokenized = full.tokenized()
+    assert tokenized.input_ids.tolist() == full.input_ids
+    assert tokenized.loss_mask.shape == tokenized.input_ids.shape
+    assert tokenized.loss_mask.dtype == torch.bool
+    assert int(tokenized.loss_mask.sum()) == sum(end - start for start, end in full.spans)
+
+
+def test_the_prompt_and_what_is_learned_of_the_last_turn_are_the_whole():
+    for name in SPECIAL:
+        chat = talk(user("Hi"), says("Hello."))
+        prompt = renderer(name).prompt(chat, "all_turns")
+        full = renderer(name).full(chat, "all_turns")
+        if name == "r1":  # its prompt opens a thought that this turn does not have
+            continue
+        start, end = full.spans[-1]
+        assert prompt.input_ids == full.input_ids[:start], name
+        assert end >= len(full.input_ids) - 2, name
+
+
+def test_a_prompt_ends_where_the_model_has_to_speak_also_after_a_tool_result():
+    chat = talk(user("Rome?"), calls("Rome"), result("21 C"), tools=(WEATHER,))
+    text = renderer("mistral").prompt(chat, "all_turns").text
+    assert text.endswith('[TOOL_RESULTS] {"content": 21 C, "call_id": "call00000"}[/TOOL_RESULTS]')
+
+
+@pytest.mark.parametrize("trim_offsets", [True, False])
+def test_a_token_that_straddles_the_start_of_a_turn_is_not_learned(trim_offsets):
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    options = {"trim_offsets": trim_offsets, "template": template}
+    # The prompt ends in a space, which the tokenizer puts into the first token of the answer.
+    assert learned_of("chatml", user("hi"), says("the sun"), **options) == [" sun<|im_end|>"]
+
+
+@pytest.mark.parametrize("content", ["  indented\n", "é→🙂", "a", "<|im_end|> in the text", "\n\n"])
+def test_any_text_of_the_user_leaves_the_answer_learned(content):
+    assert learned_of("chatml", user("Hi"), says("A."), user(content), says("B.")) == [
+        "A.<|im_end|>",
+        "B.<|im_end|>",
+    ]
+
+
+def test_a_users_message_in_the_form_of_a_tool_result_is_rendered_as_in_serving():
+    messages = [user("Rome?"), calls("Rome"), user("<tool_response>21 C</tool_response>")]
+    assert learned_of("qwen3", *messages, says("Sunny."))[-1] == (
+        "<think>\n\n</think>\n\nSunny.<|im_end|>"
+    )
+
+
+def test_a_tokenizer_without_a_template_is_refused():
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    with pytest.raises(ValueError, match="must have a chat template"):
+        Renderer(tokenizer)

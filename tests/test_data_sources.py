@@ -1,0 +1,183 @@
+import csv
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from specfit_data.sources import Format, Rejected, Source, read, read_rows
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
+
+
+def source(path: Path | str, **fields: object) -> Source:
+    return Source(**{"path": str(path), "format": Format.messages, "licence": "MIT", **fields})
+
+
+def lines(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_importing_the_schema_brings_nothing_heavy():
+    code = "import sys, specfit_data.sources; print(*sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "transformers", "datasets", "pyarrow"} & set(shown.stdout.split())
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet"])
+def test_every_kind_of_file_gives_the_same_rows(tmp_path, suffix):
+    rows = [
+        {"question": "What, ünder?\nA new line", "answer": "2"},
+        {"question": "b", "answer": "c"},
+    ]
+    path = tmp_path / f"rows{suffix}"
+    match suffix:
+        case ".jsonl":
+            lines(path, *rows)
+        case ".jsonl.gz":
+            path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+        case ".json":
+            path.write_text(json.dumps(rows, indent=1))
+        case ".csv":
+            with path.open("w", newline="") as file:
+                writer = csv.DictWriter(file, fieldnames=["question", "answer"])
+                writer.writeheader()
+                writer.writerows(rows)
+        case ".parquet":
+            parquet.write_table(pa.Table.from_pylist(rows), path)
+    assert [row for _, row in read_rows(source(path), "mine")] == rows
+
+
+def test_a_json_file_of_lines_is_read_as_lines(tmp_path):
+    path = lines(tmp_path / "rows.json", {"a": 1}, {"a": 2})
+    assert [row for _, row in read_rows(source(path), "mine")] == [{"a": 1}, {"a": 2}]
+
+
+def test_a_broken_line_is_an_error_that_names_file_and_line(tmp_path):
+    path = lines(tmp_path / "log.jsonl", CHAT)
+    path.write_text(path.read_text() + '\n{"messages": [\n')
+    with pytest.raises(ValueError, match=r"log\.jsonl:3: not JSON"):
+        list(read("mine", source(path)))
+
+
+def test_a_line_that_is_no_object_is_an_error(tmp_path):
+    path = lines(tmp_path / "log.jsonl", CHAT, 7)
+    with pytest.raises(ValueError, match=r"log\.jsonl:2: a row must be an object, got int"):
+        list(read("mine", source(path)))
+
+
+def test_an_empty_file_is_an_error(tmp_path):
+    path = lines(tmp_path / "log.jsonl")
+    with pytest.raises(ValueError, match=r"data\.sources\.mine\.path must hold rows"):
+        list(read("mine", source(path)))
+
+
+def test_a_missing_file_is_an_error_that_names_key_and_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"data\.sources\.mine\.path.*log\.jsonl"):
+        list(read("mine", source(tmp_path / "log.jsonl")))
+
+
+def test_another_suffix_is_an_error(tmp_path):
+    path = tmp_path / "log.txt"
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"must end in \.jsonl"):
+        list(read("mine", source(path)))
+
+
+def test_a_missing_sample_is_an_error_that_names_the_samples():
+    with pytest.raises(FileNotFoundError, match="samples: bfcl, codeio, humaneval"):
+        list(read("mine", source("sample:nothing")))
+
+
+def test_a_missing_package_is_an_error_that_says_how_to_install_it():
+    with pytest.raises(ModuleNotFoundError, match="pip install --no-deps no-such-package"):
+        list(read("mine", source("package:no-such-package/rows.jsonl")))
+
+
+def test_a_missing_file_in_a_package_is_an_error():
+    with pytest.raises(FileNotFoundError, match=r"rows\.jsonl is in 0 places"):
+        list(read("mine", source("package:pytest/rows.jsonl")))
+
+
+def test_an_unknown_licence_has_to_be_accepted(tmp_path):
+    path = lines(tmp_path / "log.jsonl", CHAT)
+    with pytest.raises(ValueError, match=r"data\.sources\.mine\.accept_licence must be true"):
+        list(read("mine", source(path, opt_in=True, licence="unknown")))
+    assert len(list(read("mine", source(path, opt_in=True, accept_licence=True)))) == 1
+
+
+def test_no_more_rows_than_the_limit_are_read(tmp_path):
+    path = lines(tmp_path / "log.jsonl", CHAT, CHAT, CHAT)
+    assert len(list(read("mine", source(path, limit=2)))) == 2
+
+
+def test_a_limit_below_one_is_an_error():
+    with pytest.raises(ValueError, match="limit must be at least 1, got 0"):
+        source("sample:codeio", limit=0)
+
+
+# ModelOpt#1293: `conversations` and `messages` confused, and the data is empty.
+def test_a_column_that_is_not_there_is_an_error_that_names_those_that_are(tmp_path):
+    path = lines(tmp_path / "log.jsonl", {"id": 1, "conversations": CHAT["messages"]})
+    match = r"columns\.messages must name a column, got messages; .*has id, conversations"
+    with pytest.raises(ValueError, match=match):
+        list(read("mine", source(path)))
+
+
+def test_a_column_for_an_unknown_field_is_an_error(tmp_path):
+    path = lines(tmp_path / "log.jsonl", CHAT)
+    with pytest.raises(ValueError, match=r"columns\.massages must be one of messages, tools"):
+        list(read("mine", source(path, columns={"massages": "messages"})))
+
+
+def test_an_instruction_that_names_no_column_is_an_error(tmp_path):
+    path = lines(tmp_path / "log.jsonl", {"question": "Why?"})
+    for instruction in ("", "Answer: {query}"):
+        with pytest.raises(ValueError, match=r"data\.sources\.mine\.instruction .*has question"):
+            list(read("mine", source(path, format=Format.prompt, instruction=instruction)))
+
+
+def test_a_row_that_is_no_conversation_is_rejected_with_its_place_and_reason(tmp_path):
+    path = lines(tmp_path / "log.jsonl", CHAT, {"messages": [{"role": "narrator", "content": "x"}]})
+    chat, rejected = read("mine", source(path))
+    assert rejected == Rejected(f"{path}:2", "turn 0: unknown role narrator")
+    assert (chat.source, chat.licence) == ("mine", "MIT")
+
+
+def test_a_hub_set_out_of_reach_is_an_error_of_one_line(monkeypatch):
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("Couldn't reach it.\nTry later.")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    with pytest.raises(FileNotFoundError, match=r"hub:a/b .*: Couldn't reach it\. Try later\.$"):
+        list(read("mine", source("hub:a/b")))
+
+
+def test_a_hub_set_is_streamed_with_its_subset_split_and_revision(monkeypatch):
+    asked = []
+
+    def load(*args: object, **kwargs: object) -> list[dict]:
+        asked.append((args, kwargs))
+        return [CHAT]
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    fields = {"subset": "s", "split": "train_sft", "revision": "abc"}
+    assert len(list(read("mine", source("hub:a/b", **fields)))) == 1
+    kwargs = {"split": "train_sft", "revision": "abc", "streaming": True}
+    assert asked == [(("a/b", "s"), kwargs)]
+
+
+def test_one_file_of_a_hub_set_is_downloaded_and_read(monkeypatch, tmp_path):
+    path = lines(tmp_path / "part.jsonl", CHAT)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(path))
+    assert len(list(read("mine", source("hub:a/b/data/part.jsonl")))) == 1
+
+
+@pytest.mark.parametrize(("name", "count"), [("codeio", 900), ("humaneval", 164), ("bfcl", 900)])
+def test_the_samples_are_whole(name, count):
+    assert len(list(read_rows(source(f"sample:{name}"), name))) == count

@@ -1,0 +1,387 @@
+import itertools
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from specfit_serve.decode import DecodeSettings, Request, decode
+from specfit_serve.ngram import NgramProposer, NoProposer
+from specfit_serve.protocols import Draft, TargetOutput
+from specfit_serve.repetition import TokenClass
+from specfit_serve.stats import DecodeStats
+from specfit_serve.verify import sample, target_distribution
+
+EOS = 0
+MODULUS = 7919
+
+
+class HashTarget:
+    """Logits and features are of a hash of everything in the slot up to the token's own column."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, vocab_size=9, num_slots=5, max_length=48, eos_ids=(EOS,), peak=2.0):
+        self.vocab_size = vocab_size
+        self.num_slots = num_slots
+        self.max_length = max_length
+        self.eos_ids = frozenset(eos_ids)
+        self.peak = peak  # scale of the logits
+        self.cache = torch.full((num_slots, max_length), -1)
+
+    def hashes(self, tokens):
+        """Of every prefix of `tokens`, `rows seq`."""
+        weights = torch.arange(1, tokens.shape[1] + 1) ** 2 * 31 + 7
+        return ((tokens + 1) * weights).cumsum(1) % MODULUS
+
+    def logits(self, hashes):
+        return self.peak * torch.sin(hashes[..., None] * (torch.arange(self.vocab_size) + 1.7))
+
+    def forward(self, tokens, starts, first_slot, last_only=False):
+        rows, seq = tokens.shape
+        columns = starts[:, None] + torch.arange(seq)
+        assert int(columns.max()) < self.max_length
+        slots = first_slot + torch.arange(rows)
+        self.cache[slots[:, None], columns] = tokens
+        hashes = self.hashes(self.cache[slots]).gather(1, columns)
+        logits = self.logits(hashes)
+        return TargetOutput(logits[:, -1:] if last_only else logits, hashes[..., None].float())
+
+    def move(self, source, to):
+        self.cache[to] = self.cache[source]
+        self.cache[source] = -1
+
+    def next_logits(self, tokens):
+        return self.logits(self.hashes(torch.tensor([tokens])))[0, -1]
+
+    def answer(self, prompt, max_new_tokens):
+        """The greedy answer, from whole sequences and without a cache."""
+        tokens = list(prompt)
+        while len(tokens) < len(prompt) + max_new_tokens:
+            tokens.append(int(self.next_logits(tokens).argmax()))
+            if tokens[-1] in self.eos_ids:
+                break
+        return tokens[len(prompt) :]
+
+
+class StatelessProposer(NoProposer):
+    """`draft_row(tokens, num_draft_tokens)` gives a row's tokens."""
+
+    name = "test"
+
+    def __init__(self, draft_row):
+        self.draft_row = draft_row
+
+    def propose(self, sequences, num_draft_tokens, *_):
+        rows = [self.draft_row(s, num_draft_tokens)[:num_draft_tokens] for s in sequences]
+        tokens = torch.full((len(rows), num_draft_tokens), 10**6)  # what is ignored may be anything
+        for out, row in zip(tokens, rows, strict=True):
+            out[: len(row)] = torch.tensor(row, dtype=torch.long)
+        return Draft(tokens, torch.tensor([len(row) for row in rows]))
+
+
+class SamplingProposer(NoProposer):
+    """Samples every token from a distribution of its own, which is not the target's."""
+
+    def __init__(self, probs):
+        self.probs = probs
+
+    def propose(self, sequences, num_draft_tokens, _, uniforms):
+        rows = len(sequences)
+        probs = self.probs.expand(rows, num_draft_tokens, -1)
+        tokens = [sample(probs[:, i], uniforms[:, i]) for i in range(num_draft_tokens)]
+        lengths = torch.full((rows,), num_draft_tokens)
+        return Draft(torch.stack(tokens, dim=1), lengths, probs)
+
+
+def proposer(kind, target):
+    def right(tokens, k):
+        return target.answer(tokens, k)
+
+    def wrong(tokens, k):
+        return [(t + 1) % target.vocab_size for t in right(tokens, k)]
+
+    def right_until(tokens, k):
+        row = right(tokens, k)
+        at = sum(tokens) % (k + 1)
+        return [t if i < at else (t + 1) % target.vocab_size for i, t in enumerate(row)]
+
+    rng = torch.Generator().manual_seed(0)
+
+    def random(_, k):
+        length = int(torch.randint(k + 1, (), generator=rng))
+        return torch.randint(target.vocab_size, (length,), generator=rng).tolist()
+
+    match kind:
+        case "right":
+            return StatelessProposer(right)
+        case "right_until":
+            return StatelessProposer(right_until)
+        case "wrong":
+            return StatelessProposer(wrong)
+        case "eos":
+            return StatelessProposer(lambda _, k: [EOS] * k)
+        case "random":
+            return StatelessProposer(random)
+        case "ngram":
+            return NgramProposer(1, 3)
+    return NoProposer()
+
+
+def ragged_requests(num, temperature=0.0, vocab_size=9):
+    rng = torch.Generator().manual_seed(1)
+    return [
+        Request(
+            id=f"r{i}",
+            prompt=torch.randint(1, vocab_size, (1 + 5 * i % 11,), generator=rng).tolist(),
+            temperature=temperature,
+        )
+        for i in range(num)
+    ]
+
+
+def by_id(answers):
+    return {a.id: a for a in answers}
+
+
+KINDS = ["none", "right", "wrong", "right_until", "eos", "random", "ngram"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_draft_tokens", range(1, 7))
+@pytest.mark.parametrize("batch_size", range(1, 6))
+def test_greedy_output_is_the_targets_own_whatever_is_drafted(kind, num_draft_tokens, batch_size):
+    target = HashTarget()
+    requests = ragged_requests(9)
+    settings = DecodeSettings(num_draft_tokens, max_new_tokens=13, batch_size=batch_size)
+    answers = by_id(decode(target, proposer(kind, target), requests, settings))
+    expected = {r.id: target.answer(r.prompt, 13) for r in requests}
+    assert {i: a.tokens for i, a in answers.items()} == expected
+
+
+def test_a_greedy_request_among_sampled_ones_stays_greedy():
+    target = HashTarget()
+    requests = [*ragged_requests(4, temperature=1.0), Request("greedy", [3, 4], 0.0)]
+    settings = DecodeSettings(3, max_new_tokens=13, batch_size=5)
+    answers = by_id(decode(target, proposer("right_until", target), requests, settings))
+    assert answers["greedy"].tokens == target.answer([3, 4], 13)
+
+
+class WitnessProposer(StatelessProposer):
+    """Holds what a slot was told, as a head would, and compares it with the sequences."""
+
+    needs_features = True
+
+    def __init__(self, target, draft_row):
+        super().__init__(draft_row)
+        self.target = target
+        self.slots = {}
+        self.num_compared = 0
+
+    def start(self, slot, tokens, features):
+        assert len(features) == len(tokens) - 1
+        self.slots[slot] = features
+
+    def propose(self, sequences, num_draft_tokens, temperatures, uniforms):
+        for slot, tokens in enumerate(sequences):
+            expected = self.target.hashes(torch.tensor([tokens[:-1]]))[0, :, None].float()
+            assert torch.equal(self.slots[slot], expected)
+            self.num_compared += 1
+        return super().propose(sequences, num_draft_tokens, temperatures, uniforms)
+
+    def observe(self, features, num_kept):
+        for slot, kept in enumerate(num_kept.tolist()):
+            self.slots[slot] = torch.cat([self.slots[slot], features[slot, : kept + 1]])
+
+    def move(self, source, to):
+        self.slots[to] = self.slots.pop(source)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 5])
+def test_a_proposer_sees_the_features_of_every_token_but_the_newest(batch_size):
+    target = HashTarget()
+    witness = WitnessProposer(target, proposer("right_until", target).draft_row)
+    settings = DecodeSettings(4, max_new_tokens=13, batch_size=batch_size)
+    list(decode(target, witness, ragged_requests(9), settings))
+    assert witness.num_compared > 9
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("right", 5.0), ("wrong", 1.0), ("none", 1.0)])
+def test_acceptance_length_runs_from_1_to_k_plus_1(kind, expected):
+    target = HashTarget(eos_ids=())
+    settings = DecodeSettings(4, max_new_tokens=21, batch_size=3)
+    answers = list(decode(target, proposer(kind, target), ragged_requests(6), settings))
+    stats = [DecodeStats.from_rounds(a.rounds, 4) for a in answers]
+    assert sum(stats[1:], stats[0]).acceptance_length == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounds_tile_the_answer_after_its_first_token(kind):
+    target = HashTarget()
+    settings = DecodeSettings(4, max_new_tokens=13, batch_size=4)
+    for answer in decode(target, proposer(kind, target), ragged_requests(9), settings):
+        position = 1
+        for r in answer.rounds:
+            assert r.start == position
+            assert r.num_kept <= r.num_drafted <= 4
+            position += r.num_kept + 1
+        assert position == len(answer.tokens)
+
+
+def test_an_answer_ends_with_its_first_eos():
+    target = HashTarget()
+    settings = DecodeSettings(5, max_new_tokens=30, batch_size=4)
+    answers = list(decode(target, proposer("right", target), ragged_requests(9), settings))
+    stopped = [a for a in answers if a.finish_reason == "stop"]
+    assert len(stopped) > 2
+    assert all(a.tokens.index(EOS) == len(a.tokens) - 1 for a in stopped)
+
+
+@pytest.mark.parametrize("kind", ["none", "right"])
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 7])
+def test_an_answer_has_at_most_max_new_tokens(kind, max_new_tokens):
+    target = HashTarget(eos_ids=())
+    settings = DecodeSettings(5, max_new_tokens, batch_size=4)
+    for answer in decode(target, proposer(kind, target), ragged_requests(6), settings):
+        assert len(answer.tokens) == max_new_tokens
+        assert answer.finish_reason == "length"
+
+
+def test_full_slots_end_an_answer_and_no_pass_reaches_past_them():
+    target = HashTarget(eos_ids=(), max_length=20)
+    settings = DecodeSettings(4, max_new_tokens=99, batch_size=3)
+    for answer in decode(target, proposer("random", target), ragged_requests(6), settings):
+        prompt = next(r.prompt for r in ragged_requests(6) if r.id == answer.id)
+        assert len(prompt) + len(answer.tokens) == 20 - 4
+        assert answer.finish_reason == "length"
+
+
+def test_the_guard_ends_a_looping_answer_at_the_token_that_fires():
+    target = HashTarget(max_length=99)
+    target.logits = lambda hashes: torch.eye(9)[3].expand(*hashes.shape, 9)
+    settings = DecodeSettings(4, max_new_tokens=60, batch_size=2)
+    classes = [TokenClass.other] * 9
+    repeat = StatelessProposer(lambda _, k: [3] * k)
+    requests = ragged_requests(3)
+    for answer in decode(target, repeat, requests, settings, token_classes=classes):
+        assert answer.finish_reason == "repetition"
+        assert answer.tokens == [3] * 8
+        assert answer.loop_start == 0
+
+
+def chi_square_p_value(counts, expected):
+    """Outcomes expected fewer than 5 times are counted as one, as the test demands."""
+    rare = {o for o, e in expected.items() if e < 5}
+    cells = [(counts[o], e) for o, e in expected.items() if o not in rare]
+    cells.append((sum(counts[o] for o in rare), sum(expected[o] for o in rare)))
+    statistic = sum((n - e) ** 2 / e for n, e in cells if e > 0)
+    degrees = sum(e > 0 for _, e in cells) - 1
+    return float(torch.special.gammaincc(torch.tensor(degrees / 2), torch.tensor(statistic / 2)))
+
+
+def exact_distribution(target, prompt, length, temperature, top_p):
+    """The probability of every answer of `length` tokens."""
+    probs = {}
+    for outcome in itertools.product(range(target.vocab_size), repeat=length):
+        factors = [
+            target_distribution(
+                target.next_logits([*prompt, *outcome[:i]])[None, None],
+                torch.tensor([temperature]),
+                top_p,
+            )[0, 0, outcome[i]]
+            for i in range(length)
+        ]
+        probs[outcome] = math.prod(map(float, factors))
+    return probs
+
+
+@pytest.mark.parametrize(
+    ("kind", "temperature", "top_p"),
+    [
+        ("none", 0.7, 0.75),
+        ("point_mass", 1.0, 1.0),
+        ("point_mass", 0.7, 0.75),
+        ("distribution", 1.0, 1.0),
+        ("distribution", 0.7, 1.0),
+        ("distribution", 1.0, 0.75),
+    ],
+)
+def test_sampled_answers_have_the_targets_distribution(kind, temperature, top_p):
+    target = HashTarget(vocab_size=3, num_slots=100, eos_ids=(), peak=1.0)
+    drafter = {
+        "none": NoProposer(),
+        "point_mass": StatelessProposer(lambda s, k: [(s[-1] + 1) % 3] * (len(s) % (k + 1))),
+        "distribution": SamplingProposer(torch.tensor([0.1, 0.0, 0.9])),
+    }[kind]
+    num = 1200
+    requests = [Request(f"r{i}", [1, 2], temperature) for i in range(num)]
+    settings = DecodeSettings(2, max_new_tokens=4, batch_size=100, top_p=top_p)
+    counts = Counter(tuple(a.tokens) for a in decode(target, drafter, requests, settings))
+    probs = exact_distribution(target, [1, 2], 4, temperature, top_p)
+    assert sum(counts[o] for o, p in probs.items() if p == 0) == 0
+    assert chi_square_p_value(counts, {o: num * p for o, p in probs.items()}) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["right_until", "distribution"])
+def test_a_requests_draws_do_not_depend_on_who_shares_the_batch(kind):
+    target = HashTarget()
+    requests = ragged_requests(9, temperature=1.0)
+    drafter = SamplingProposer(torch.full((9,), 1 / 9)) if kind == "distribution" else None
+
+    def tokens(batch_size, order):
+        settings = DecodeSettings(4, max_new_tokens=13, batch_size=batch_size)
+        answers = decode(target, drafter or proposer(kind, target), order, settings)
+        return {a.id: a.tokens for a in answers}
+
+    alone = tokens(1, requests)
+    assert tokens(5, requests) == alone
+    assert tokens(3, requests[::-1]) == alone
+
+
+def test_another_seed_gives_other_answers():
+    target = HashTarget()
+    requests = ragged_requests(5, temperature=1.0)
+    answers = [
+        [a.tokens for a in decode(target, NoProposer(), requests, DecodeSettings(0, 9, 1, seed=s))]
+        for s in (0, 1)
+    ]
+    assert answers[0] != answers[1]
+
+
+def test_progress_counts_every_token():
+    target = HashTarget()
+    settings = DecodeSettings(4, max_new_tokens=13, batch_size=3)
+    progress = []
+    answers = decode(
+        target, proposer("right", target), ragged_requests(9), settings, on_progress=progress.append
+    )
+    assert sum(len(a.tokens) for a in answers) == sum(progress)
+
+
+def test_answers_come_as_they_finish():
+    target = HashTarget()
+    requests = ragged_requests(9)
+    settings = DecodeSettings(4, max_new_tokens=13, batch_size=2)
+    first = next(decode(target, NoProposer(), requests, settings))
+    assert first.id in {"r0", "r1"}
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request("long", [1] * 44, 0.0), "request long: the prompt must have 1 to 43 tokens"),
+        (Request("empty", [], 0.0), "request empty: the prompt must have 1 to 43 tokens"),
+        (Request("foreign", [1, 9], 0.0), r"request foreign: prompt tokens must lie in \[0, 9\)"),
+        (Request("cold", [1], -1.0), "request cold: temperature must be at least 0"),
+        (Request("r0", [1], 0.0), "request r0: ids must be distinct"),
+    ],
+)
+def test_a_request_that_cannot_be_answered_is_named_before_anything_runs(request_, message):
+    requests = [*ragged_requests(2), request_]
+    with pytest.raises(ValueError, match=message):
+        decode(HashTarget(), NoProposer(), requests, DecodeSettings(4, 13, 2))
+
+
+def test_a_batch_larger_than_the_targets_slots_is_refused():
+    with pytest.raises(ValueError, match="batch_size must be at most the target's 5 slots, got 6"):
+        decode(HashTarget(), NoProposer(), ragged_requests(2), DecodeSettings(4, 13, 6))
