@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -134,7 +135,7 @@ def _length(stats: DecodeStats) -> float | None:
 def _by_context(measured: Sequence[Measured]) -> list[dict[str, Any]]:
     """Rounds by the number of tokens before them, prompt included."""
     rows = []
-    for low, high in zip(CONTEXT_EDGES, CONTEXT_EDGES[1:], strict=False):
+    for low, high in pairwise(CONTEXT_EDGES):
         parts = [
             m.stats(first=max(0, low - m.num_prompt_tokens), last=high - m.num_prompt_tokens)
             for m in measured

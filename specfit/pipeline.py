@@ -83,6 +83,7 @@ class _Path:
 
     @cached_property
     def prompts(self) -> Artifact:
+        _ = self.target
         return self._make(
             "prompts",
             lambda folder: prompts.run(
@@ -150,6 +151,7 @@ class _Path:
     @cached_property
     def train(self) -> Artifact:
         answers, vocab, states = self.generate, self.fit, self.states
+        runtime = self.cfg.runtime
         return self._make(
             "train",
             lambda folder: train.run(
@@ -164,11 +166,9 @@ class _Path:
                     vocab=vocab,
                     states=states,
                     open_target=self.open_target,
-                    wandb_project=self.cfg.runtime.wandb_project
-                    if self.cfg.runtime.wandb
-                    else None,
+                    wandb_project=runtime.wandb_project if runtime.wandb else None,
                 ),
-                num_processes=self.cfg.runtime.num_processes,
+                num_processes=runtime.num_processes,
             ),
         )
 

@@ -135,65 +135,43 @@ def test_a_template_without_a_system_role_refuses_it_with_its_own_words():
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("name", "call", "answer"),
     [
         (
             "llama31",
-            [
-                '{"name": "weather", "parameters": {"city": "Rome"}}<|eot_id|>',
-                "Sunny.<|eot_id|>",
-                '{"name": "weather", "parameters": {"city": "Oslo"}}<|eot_id|>',
-                "Rain.<|eot_id|>",
-            ],
+            '{"name": "weather", "parameters": {"city": "CITY"}}<|eot_id|>',
+            "SAID<|eot_id|>",
         ),
         (
             "qwen3",
-            [
-                '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-                "<|im_end|>",
-                "Sunny.<|im_end|>",
-                '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-                "<|im_end|>",
-                "<think>\n\n</think>\n\nRain.<|im_end|>",
-            ],
+            '<tool_call>\n{"name": "weather", "arguments": {"city": "CITY"}}\n</tool_call>'
+            "<|im_end|>",
+            "SAID<|im_end|>",
         ),
         (
             "mistral",
-            [
-                '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}, '
-                '"id": "call00000"}]</s>',
-                " Sunny.</s>",
-                '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Oslo"}, '
-                '"id": "call00000"}]</s>',
-                " Rain.</s>",
-            ],
+            '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "CITY"}, '
+            '"id": "call00000"}]</s>',
+            " SAID</s>",
         ),
-        (
-            "r1",
-            [
-                '<|call|>weather<|sep|>{"city": "Rome"}<|/call|></s>',
-                "Sunny.</s>",
-                '<|call|>weather<|sep|>{"city": "Oslo"}<|/call|></s>',
-                "Rain.</s>",
-            ],
-        ),
+        ("r1", '<|call|>weather<|sep|>{"city": "CITY"}<|/call|></s>', "SAID</s>"),
         (
             "harmony",
-            [
-                ' to=weather<|channel|>commentary<|message|>{"city": "Rome"}<|call|>',
-                "<|channel|>final<|message|>Sunny.<|end|>",
-                ' to=weather<|channel|>commentary<|message|>{"city": "Oslo"}<|call|>',
-                "<|channel|>final<|message|>Rain.<|return|>",
-            ],
+            ' to=weather<|channel|>commentary<|message|>{"city": "CITY"}<|call|>',
+            "<|channel|>final<|message|>SAID<|end|>",
         ),
     ],
 )
-def test_tool_calls_are_learned_and_results_are_not(name, expected):
+def test_tool_calls_are_learned_and_results_are_not(name, call, answer):
     messages = [user("Rome?"), calls("Rome"), result("21 C"), says("Sunny.")]
-    messages += [user("Oslo?"), calls("Oslo"), result("9 C"), says("Rain.")]
-    text = learned_of(name, *messages, tools=True)
-    # An r1 turn in history has no <think>, a harmony turn has its recipient after `assistant`.
-    assert text == expected
+    messages += [user("Oslo?"), calls("Oslo"), result("9 C"), says("Rain."), user("Thanks")]
+    prompt = renderer(name).prompt(talk(*messages, tools=(WEATHER,)), "all_turns")
+    assert learned(name, prompt) == [
+        call.replace("CITY", "Rome"),
+        answer.replace("SAID", "Sunny."),
+        call.replace("CITY", "Oslo"),
+        answer.replace("SAID", "Rain."),
+    ]
 
 
 def test_several_calls_and_results_are_one_turn_each():
@@ -281,22 +259,6 @@ def test_a_template_that_drops_the_second_call_is_an_error():
         learned_of("qwen3", user("Both?"), calls("Rome", "Oslo"), tools=True, template=template)
 
 
-# speculators#907: unknown roles (developer, …) dropped silently.
-def test_a_developer_message_is_a_system_message_where_the_template_has_no_developer():
-    chat = talk(Message("developer", "Be brief."), user("Hi"))
-    prompt = renderer("chatml").prompt(chat, "all_turns")
-    assert prompt.text == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-
-
-def test_a_developer_message_stays_one_where_the_template_has_it():
-    chat = talk(Message("developer", "Be brief."), user("Hi"))
-    text = renderer("harmony").prompt(chat, "all_turns").text
-    assert text.startswith("<|start|>developer<|message|>Be brief.<|end|>")
-
-
 # speculators#210, SpecForge#392: an expression that does not match leaves nothing to learn.
 def test_a_template_without_a_token_that_ends_a_turn_is_an_error():
     template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
@@ -313,22 +275,6 @@ def test_a_conversation_that_begins_with_an_assistant_turn_is_an_error():
 def test_an_assistant_turn_that_says_nothing_is_an_error():
     with pytest.raises(RenderError, match="message 1"):
         learned_of("chatml", user("Hi"), says(""))
-
-
-# SpecForge#484: a system prompt of the trainer's own is inserted, or inserted twice.
-def test_nothing_is_added_to_what_the_template_makes():
-    chat = talk(user("Hi"), says("Hello."))
-    full = renderer("chatml").full(chat, "all_turns")
-    assert full.text == (
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"
-    )
-
-
-def test_schemas_go_into_the_one_system_message_when_the_template_knows_no_tools():
-    chat = talk(Message("system", "Be brief."), user("Rome?"), tools=(WEATHER,))
-    text = renderer("chatml").prompt(chat, "all_turns").text
-    assert text.startswith("<|im_start|>system\nBe brief.\n\nYou may call these functions")
-    assert text.count('"name": "weather"') == text.count("<|im_start|>system") == 1
 
 
 def test_schemas_make_a_system_message_when_there_is_none_and_turns_stay_right():

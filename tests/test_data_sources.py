@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from specfit_data.sources import Format, Rejected, Source, read, read_rows
+from specfit_data.sources import Format, Rejected, Source, local_file, read, read_rows
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
 
@@ -181,3 +181,9 @@ def test_one_file_of_a_hub_set_is_downloaded_and_read(monkeypatch, tmp_path):
 @pytest.mark.parametrize(("name", "count"), [("codeio", 900), ("humaneval", 164), ("bfcl", 900)])
 def test_the_samples_are_whole(name, count):
     assert len(list(read_rows(source(f"sample:{name}"), name))) == count
+
+
+def test_a_source_on_this_machine_has_a_file_and_a_hub_set_has_none(tmp_path):
+    path = lines(tmp_path / "log.jsonl", CHAT)
+    assert local_file(source(path), "mine") == path
+    assert local_file(source("hub:a/b"), "mine") is None

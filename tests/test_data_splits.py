@@ -11,9 +11,10 @@ def talk(*messages: Message, source: str = "a") -> Conversation:
 
 
 def test_the_split_of_an_id_never_changes():
-    ids = [conversation_id([Message("user", str(i))], []) for i in range(6)]
-    assert ids[0] == "bc2de6b227be32dc-bc2de6b227be32dc"
-    assert [split_of(i) for i in ids] == ["train"] * 6
+    assert conversation_id([HI], []) == "a09a19a6910edb36-a09a19a6910edb36"
+    splits = [split_of(f"{i}-x") for i in range(4)]
+    assert splits == ["test", "train", "train", "train"]
+    assert split_of("9-x") == "validation"
 
 
 def test_splits_have_their_shares():

@@ -228,6 +228,22 @@ def test_rounds_tile_the_answer_after_its_first_token(kind):
         assert position == len(answer.tokens)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_round_drafts_past_the_limit(kind):
+    target = HashTarget(eos_ids=())
+    settings = DecodeSettings(4, max_new_tokens=13, batch_size=4)
+    for answer in decode(target, proposer(kind, target), ragged_requests(9), settings):
+        assert all(r.start + r.num_drafted < 13 for r in answer.rounds)
+
+
+def test_a_draft_is_not_counted_from_the_end_of_the_answer_on():
+    target = HashTarget()
+    settings = DecodeSettings(4, max_new_tokens=13, batch_size=4)
+    past_eos = StatelessProposer(lambda s, k: [*target.answer(s, k), 1, 2, 3])
+    for answer in decode(target, past_eos, ragged_requests(9), settings):
+        assert all(r.num_drafted == r.num_kept for r in answer.rounds)
+
+
 def test_an_answer_ends_with_its_first_eos():
     target = HashTarget()
     settings = DecodeSettings(5, max_new_tokens=30, batch_size=4)

@@ -5,6 +5,7 @@ import inspect
 import json
 import re
 import textwrap
+import warnings
 from typing import Any, NamedTuple
 
 from specfit_data.conversations import ROLES, Conversation, Message, ToolCall, conversation_id
@@ -302,7 +303,9 @@ def _cut_function(code: Any, description: Any) -> tuple[str, str]:
     """
     code = _text(code)
     try:
-        module = ast.parse(code)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the code's own, such as unknown escapes
+            module = ast.parse(code)
     except SyntaxError as error:
         raise FormatError(f"not Python: {error}") from error
     functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]

@@ -96,8 +96,10 @@ def read(name: str, source: Source) -> "Iterator[Conversation | Rejected]":
 
 def read_rows(source: Source, name: str) -> Iterator[tuple[str, Row]]:
     """(where, row) of every row of `source`, at most `source.limit`; errors as in `read`."""
-    is_file = not source.path.startswith("hub:") or source.path.count("/") > 1
-    rows = _file_rows(_locate(source, name)) if is_file else _hub_rows(source, name)
+    path = local_file(source, name)
+    if path is None and source.path.count("/") > 1:
+        path = _download(source, name)
+    rows = _hub_rows(source, name) if path is None else _file_rows(path)
     num_rows = 0
     for where, row in islice(rows, source.limit):
         num_rows += 1
@@ -107,16 +109,7 @@ def read_rows(source: Source, name: str) -> Iterator[tuple[str, Row]]:
 
 
 def local_file(source: Source, name: str) -> Path | None:
-    """The file that holds the rows of `source`; None when they are on the hub.
-
-    Raises:
-        FileNotFoundError: there is no such file or sample.
-        ModuleNotFoundError: the package that holds the file is not installed.
-    """
-    return None if source.path.startswith("hub:") else _locate(source, name)
-
-
-def _locate(source: Source, name: str) -> Path:
+    """The file of `source` on this machine, or None of a hub set; errors as in `read`."""
     kind, colon, rest = source.path.partition(":")
     match kind if colon else "":
         case "sample":
@@ -126,7 +119,7 @@ def _locate(source: Source, name: str) -> Path:
         case "package":
             return _locate_packaged(rest, name)
         case "hub":
-            return _download(source, name)
+            return None
         case _:
             path, hint = Path(source.path).expanduser(), ""
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""What this machine can do at best, measured: the yardstick that stages print themselves against."""
+"""What this machine can do at best, measured: what stages print themselves against."""
 
 from time import perf_counter
 

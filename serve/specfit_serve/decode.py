@@ -154,8 +154,6 @@ class _Sequence:
 
     def uniforms(self, count: int) -> Float[Tensor, " count"]:
         """Draws of the request's own, always as many a round, whatever the other rows do."""
-        if self.request.temperature == 0:
-            return torch.zeros(count, dtype=torch.float64)
         return torch.rand(count, dtype=torch.float64, generator=self.generator)
 
     def emit(self, tokens: Iterable[int]) -> int:

@@ -26,11 +26,8 @@ class TrainBatch:
 
     def to(self, device: torch.device) -> "TrainBatch":
         """The same batch on `device`."""
-        moved = {
-            name: value.to(device) if isinstance(value, Tensor) else value
-            for name, value in vars(self).items()
-        }
-        return TrainBatch(**moved)
+        tensors = {name: v.to(device) for name, v in vars(self).items() if name != "lengths"}
+        return TrainBatch(**tensors, lengths=self.lengths)
 
 
 def pack(documents: Sequence[HiddenStates]) -> TrainBatch:

@@ -102,7 +102,7 @@ def _copy_norm(to: nn.Module, layer: nn.Module, name: str, width: int) -> None:
     if norm is None:
         log.info("speculator: the target's layers have no %s; it starts at one", name)
     else:
-        to.weight.copy_(effective_weight(norm, width))  # type: ignore[operator, union-attr]
+        to.weight.copy_(effective_weight(norm, width))  # type: ignore[operator]
 
 
 def _weight_of(layer: nn.Module, name: str, shape: tuple[int, ...]) -> Tensor | None:
@@ -113,8 +113,7 @@ def _weight_of(layer: nn.Module, name: str, shape: tuple[int, ...]) -> Tensor | 
         module = None
     weight = getattr(module, "weight", None)
     if weight is None or tuple(weight.shape) != shape or not weight.is_floating_point():
-        log.info(
-            "speculator: the target's last layer has no %s of %s; it starts at random", name, shape
-        )
+        log.info("speculator: no %s of %s in the target's last layer; random", name, shape)
         return None
-    return weight.float()
+    found: Tensor = weight.float()
+    return found

@@ -126,7 +126,7 @@ class Eagle3Proposer:
 
     def _fuse(self, features: Float[Tensor, "*n width"]) -> Float[Tensor, "*n hidden"]:
         weight = self.head.fc.weight
-        aux = features.unflatten(-1, (len(self.head.config.aux_layers), -1))
+        aux = features.view(*features.shape[:-1], len(self.head.config.aux_layers), -1)
         return self.head.fuse(aux.to(weight.device, weight.dtype))
 
     def _embed(self, tokens: Sequence[Sequence[int]]) -> Float[Tensor, "rows seq hidden"]:

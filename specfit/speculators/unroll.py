@@ -61,6 +61,7 @@ def unroll(
     own_keys: list[Tensor] = []
     own_values: list[Tensor] = []
     tokens = next_tokens[starts]
+    state = residual
     for step in range(num_steps):
         rotation = head.rotation(batch.positions[starts] + step)
         if step > 0:

@@ -1,4 +1,4 @@
-"""`measure`: real draft-and-verify decoding of held-out conversations, beside model-free baselines."""
+"""`measure`: draft-and-verify decoding of held-out conversations, beside model-free baselines."""
 
 import logging
 from collections.abc import Iterator
@@ -176,7 +176,8 @@ def run(
 
 
 def _ways(config: MeasureConfig) -> Iterator[_Pass]:
-    for temperature in config.temperatures or [None]:
+    temperatures: list[float | None] = [*config.temperatures] if config.temperatures else [None]
+    for temperature in temperatures:
         yield _Pass("none", 0, temperature)
         for proposer in PROPOSERS[1:]:
             for k in config.num_draft_tokens:
@@ -194,9 +195,7 @@ def _decode_all(journal: Path, bench: _Bench, way: _Pass) -> None:
         return
     limit = bench.config.max_new_tokens
     num_slots = min(bench.config.batch_size, len(bench.by_id))
-    label = f"measure {way.proposer}" + (
-        f" k={way.num_draft_tokens}" if way.num_draft_tokens else ""
-    )
+    label = f"measure {way.proposer} k={way.num_draft_tokens}"
     with tqdm(total=len(ids) * limit, unit="tok", desc=label) as bar:
         for answer in bench.decode(way, ids, num_slots, limit, bar):
             conversation = bench.by_id[answer.id]
@@ -225,8 +224,10 @@ def _is_of(bench: _Bench, way: _Pass, row: dict[str, Any]) -> bool:
 
 
 def _time_all(journal: Path, bench: _Bench, ways: list[_Pass]) -> None:
-    """Some conversations of each component, alone: all ways on one before the next, so that what
-    else the machine does meets all of them alike.
+    """Some conversations of each component, alone.
+
+    All ways on one conversation before the next, so that what else the machine does meets all of
+    them alike.
     """
     done = read_jsonl(journal, tolerate_truncated_tail=True) if journal.exists() else []
     if done:

@@ -109,8 +109,8 @@ def run(
     pools: dict[tuple[str, str], _Pool] = {}
     # Held-out sources first: what is measured on is then a duplicate anywhere else.
     pairs = [(c.name, source) for c in profile.components for source in c.sources]
-    for component, source in sorted(pairs, key=lambda p: not data.sources[p[1]].held_out):
-        pools[component, source] = _Pool(source, component, data, seen, seed)
+    for name, source in sorted(pairs, key=lambda p: not data.sources[p[1]].held_out):
+        pools[name, source] = _Pool(source, name, data, seen, seed)
     total_weight = sum(c.weight for c in profile.components)
     rows: list[dict[str, Any]] = []
     with tqdm(total=data.num_train + data.num_validation + data.num_test, desc="prompts") as bar:
@@ -217,7 +217,7 @@ def _check_rejected(tallies: list[_Tally], max_rejected: float) -> None:
     rejected = sum(t.num_rejected for t in tallies)
     tried = rejected + sum(t.num_kept + t.num_passed_over for t in tallies)
     reasons: Counter[str] = sum((t.reasons for t in tallies), Counter())
-    listed = "; ".join(f"{n} × {reason}" for reason, n in reasons.most_common(NUM_REASONS))
+    listed = "; ".join(f"{n}x {reason}" for reason, n in reasons.most_common(NUM_REASONS))
     if rejected:
         log.warning("prompts: %d of %d rejected: %s", rejected, tried, listed)
     if rejected > max_rejected * tried:
@@ -242,8 +242,8 @@ def _write(folder: Path, rows: list[dict[str, Any]], tallies: list[_Tally], toke
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    names = ("component", "source", "split", "num_kept", "num_rejected", "num_duplicates")
-    names += ("num_passed_over", "num_prompt_tokens", "assistant_share")
+    names = ["component", "source", "split", "num_kept", "num_rejected", "num_duplicates"]
+    names += ["num_passed_over", "num_prompt_tokens", "assistant_share"]
     lines = [[name.removeprefix("num_") for name in names]]
     for row in rows:
         share = row["assistant_share"]

@@ -1,7 +1,7 @@
 """`train`: fits the speculator; the checkpoint that is kept is the one that was accepted most."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from specfit.states.store import StateStore
 from specfit.targets.target import Target
 from specfit.training.checkpoints import Progress, drop_states
 from specfit.training.launch import launch
-from specfit.training.loop import Documents, StateSource, train
+from specfit.training.loop import Documents, Listed, StateSource, train
 from specfit.training.objective import DraftObjective
 from specfit.training.runlog import EVALS, STEPS, RunLog
 from specfit_kernels.floors import GFLOP, matmul_gflops
@@ -99,7 +99,6 @@ def _documents(job: TrainJob, target: Target) -> Documents:
     source: StateSource
     if job.states is not None:
         source = StateStore(job.states)
-        lengths = [place.num_tokens for place in source.documents]
     else:
         found = read_documents(
             job.answers.file("answers.jsonl"),
@@ -109,19 +108,16 @@ def _documents(job: TrainJob, target: Target) -> Documents:
         found.sort(key=lambda d: (len(d.input_ids), d.id))
         aux_layers = list(head_config(job.speculator, target.info).aux_layers)
         source = OnlineStates(target, found, aux_layers, job.extract.dtype)
-        lengths = [len(document.input_ids) for document in found]
-    of_train = [i for i, d in enumerate(source.documents) if d.split == "train"]
+    listed: Sequence[Listed] = source.documents
+    of_train = [i for i, d in enumerate(listed) if d.split == "train"]
+    lengths = [listed[i].num_tokens for i in of_train]
     validation = {
-        name: [
-            i
-            for i, d in enumerate(source.documents)
-            if (d.split, d.component) == ("validation", name)
-        ]
+        name: [i for i, d in enumerate(listed) if (d.split, d.component) == ("validation", name)]
         for name in job.weights
     }
     if not any(validation.values()):
         raise ValueError("data.num_validation must be larger: no validation answer is left")
-    return Documents(source, of_train, [lengths[i] for i in of_train], validation, job.weights)
+    return Documents(source, of_train, lengths, validation, job.weights)
 
 
 def _write_figures(job: TrainJob, head: Eagle3, documents: Documents, progress: Progress) -> None:

@@ -43,7 +43,7 @@ def _of_document(
     before_learned = loss_mask.roll(-1)
     before_learned[-1] = False
     with torch.inference_mode():
-        for places in before_learned.nonzero().flatten().split(256):
+        for places in torch.split(before_learned.nonzero().flatten(), 256):
             logits = target.logits(states[places, -1])
             log_normalizer[places] = logits.logsumexp(-1)
             top_token[places] = logits.argmax(-1)

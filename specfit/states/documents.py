@@ -22,6 +22,11 @@ class Document:
     loss_spans: list[tuple[int, int]]  # where the assistant speaks: half-open, in tokens
 
     @property
+    def num_tokens(self) -> int:
+        """Prompt and answer."""
+        return len(self.input_ids)
+
+    @property
     def loss_mask(self) -> Bool[Tensor, "seq"]:
         """True where the assistant speaks."""
         mask = torch.zeros(len(self.input_ids), dtype=torch.bool)

@@ -113,8 +113,8 @@ def _rope_parameters(config: Any) -> dict[str, Any]:
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
-    ids: set[int] = set()
+    ids: set[int | None] = set()
     for source in (getattr(model, "generation_config", None), model.config, tokenizer):
         value = getattr(source, "eos_token_id", None)
-        ids |= set(value) if isinstance(value, list) else {value} - {None}
-    return sorted(ids)
+        ids |= set(value) if isinstance(value, list) else {value}
+    return sorted(i for i in ids if i is not None)

@@ -22,7 +22,7 @@ def attention_masks(
     """
     config = config.get_text_config()
     distance = query_positions[:, :, None] - key_positions[:, None, :]
-    full = ((distance >= 0) & key_valid[:, None, :])[:, None]
+    full: Tensor = ((distance >= 0) & key_valid[:, None, :])[:, None]
     kinds = set(getattr(config, "layer_types", None) or [])
     unknown = kinds - {"full_attention", "sliding_attention"}
     if unknown:
@@ -30,7 +30,7 @@ def attention_masks(
     window = getattr(config, "sliding_window", None)
     if not window or kinds == {"full_attention"} or not getattr(config, "use_sliding_window", True):
         return full
-    sliding = full & (distance < window)[:, None]
+    sliding: Tensor = full & (distance < window)[:, None]
     if kinds == {"full_attention", "sliding_attention"}:
         return {"full_attention": full, "sliding_attention": sliding}
     return sliding

@@ -92,7 +92,7 @@ class SlotTarget:
             layer.move(source, to)
 
 
-class _SlotLayer(CacheLayerMixin):
+class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one layer, `slots heads columns head_dim`."""
 
     is_sliding = False
@@ -139,7 +139,7 @@ class _SlotLayer(CacheLayerMixin):
             self.keys[to] = self.keys[source]
             self.values[to] = self.values[source]
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
         """Never decides anything: masks are passed in."""
         return self.num_columns, 0
 

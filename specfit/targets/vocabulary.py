@@ -4,7 +4,7 @@ from specfit.targets.target import Target
 from specfit_serve.repetition import TokenClass, classify_tokens
 
 
-def token_classes(target: Target) -> list[TokenClass]:
+def token_classes(target: Target) -> tuple[TokenClass, ...]:
     """What each token of the vocabulary is made of, for the repetition guard."""
     tokenizer = target.tokenizer
     texts = [tokenizer.decode([i]) for i in range(min(len(tokenizer), target.info.vocab_size))]

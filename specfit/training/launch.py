@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.multiprocessing.spawn import spawn
 
 
 def launch(work: Callable[..., None], num_processes: int, *arguments: Any) -> None:
@@ -21,9 +22,8 @@ def launch(work: Callable[..., None], num_processes: int, *arguments: Any) -> No
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     threads = max(1, torch.get_num_threads() // num_processes)
-    torch.multiprocessing.spawn(
-        _rank, args=(num_processes, port, threads, work, arguments), nprocs=num_processes
-    )
+    rest = (num_processes, port, threads, work, arguments)
+    spawn(_rank, args=rest, nprocs=num_processes)  # type: ignore[no-untyped-call]
 
 
 def _rank(

@@ -28,12 +28,28 @@ from specfit_serve.stats import DecodeStats
 log = logging.getLogger(__name__)
 
 
+class Listed(Protocol):
+    """What is known of a document before its states are read."""
+
+    @property
+    def component(self) -> str:
+        """Of the profile."""
+
+    @property
+    def split(self) -> str:
+        """`train` or `validation`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and answer."""
+
+
 class StateSource(Protocol):
     """A store, or states made on the fly."""
 
     @property
-    def documents(self) -> Sequence[Any]:
-        """With `component`, `split` and their number of tokens."""
+    def documents(self) -> Sequence[Listed]:
+        """All documents, in the order of their indices."""
 
     def read(self, index: int) -> HiddenStates:
         """The states of document `index`."""
@@ -64,7 +80,7 @@ def train(
     vocab: DraftVocab,
     runlog: RunLog,
 ) -> Progress:
-    """Trains until the last step of the plan, from wherever an earlier run in this folder got to."""
+    """Trains to the last step of the plan, from wherever an earlier run in this folder got to."""
     head = objective.head
     optimizer = torch.optim.AdamW(
         head.parameters(),
@@ -126,7 +142,7 @@ def _step(
         last = i == num_rounds - 1
         with nullcontext() if last else accelerator.no_sync(wrapped):
             figures: PackFigures = wrapped(documents.batch(packed, accelerator.device))
-            (share * figures.loss).backward()
+            (share * figures.loss).backward()  # type: ignore[no-untyped-call]
         sums += share * _flat(figures)
     sums = accelerator.reduce(sums)
     # So far the gradient is the mean over processes of sums over packs.
