@@ -39,6 +39,9 @@ USER_ERRORS = (
 
 def main() -> None:
     """Runs the command line; exits with 2 after an error of the user's, 130 after Ctrl-C."""
+    # OpenMP's waiting threads otherwise burn the cores that other work on the machine needs, and
+    # then wait for it in turn: ten times slower beside one busy process. Read when torch loads.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing its own pages
     try:
         _app()

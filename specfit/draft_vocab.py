@@ -23,12 +23,17 @@ class DraftVocab:
         """The `size` most frequent tokens, `always` among them; ties go to the lower id.
 
         Raises:
-            ValueError: `size` is beyond the target's vocabulary.
+            ValueError: `size` is beyond the target's vocabulary, or too small for `always`.
         """
         if not 1 <= size <= len(counts):
             raise ValueError(
                 "speculator.draft_vocab_size must be positive and at most the target's vocabulary "
                 f"of {len(counts)}, got {size}"
+            )
+        if size < len(set(always)):
+            raise ValueError(
+                "speculator.draft_vocab_size must hold the tokens that end an answer, "
+                f"{sorted(set(always))}, got {size}"
             )
         ranked = counts.double().clone()
         ranked[always] = torch.inf

@@ -1,5 +1,6 @@
 """The path, from a checkpoint to a report: each stage, and what it reads."""
 
+import json
 import shlex
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 from specfit.artifacts import Artifact, ArtifactStore, Recipe, StatusRow
 from specfit.artifacts import status as store_status
 from specfit.config import ExtractMode, RunConfig
-from specfit.files import GIB
+from specfit.files import GIB, dumps
 from specfit.recipes import recipes_of
 from specfit.speculators.initialize import aux_layers_of
 from specfit.stages import export, extract, fit, generate, measure, prompts, report, target, train
@@ -221,11 +222,11 @@ class _Path:
         manifest = self.train.manifest
         return {
             "keys": {stage: recipe.key for stage, recipe in self.recipes.items()},
-            "versions": manifest["versions"],
+            "versions": manifest["packages"],
             "git": manifest["git_revision"],
             "seed": self.cfg.seed,
             "command": shlex.join(["specfit", *sys.argv[1:]]),
             "target": self.info.to_json() | {"identity": self.location.identity},
             "profile": asdict(self.cfg.profile),
-            "config": asdict(self.cfg),
+            "config": json.loads(dumps(asdict(self.cfg))),  # enums by name
         }

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specfit.artifacts import Recipe
-from specfit.config import ExtractMode, RunConfig
+from specfit.config import ExtractMode, RunConfig, Stage
 from specfit.stages import export, extract, fit, generate, measure, prompts, report, target, train
 from specfit.targets.load import device_of, dtype_name
 from specfit.targets.locate import Location, file_digest
@@ -17,76 +17,58 @@ def recipes_of(cfg: RunConfig, location: Location, digests: Path) -> dict[str, R
     """The recipe of each stage of the path, in order."""
     found: dict[str, Recipe] = {}
 
-    def add(stage: str, version: int, params: dict[str, Any], *inputs: str) -> None:
-        found[stage] = Recipe(stage, version, params, {i: found[i].key for i in inputs})
+    def add(stage: Stage, version: int, params: dict[str, Any], inputs: str) -> None:
+        keys = {i: found[i].key for i in inputs.split()}
+        found[stage.name] = Recipe(stage.name, version, params, keys)
 
     online = cfg.extract.mode is ExtractMode.online
-    components = [asdict(c) for c in cfg.profile.components]
+    stored = "" if online else "extract"
     weights = {c.name: c.weight for c in cfg.profile.components}
-    temperatures = {c.name: c.temperature for c in cfg.profile.components}
+    add(Stage.target, target.VERSION, _target(cfg, location), "")
+    add(Stage.prompts, prompts.VERSION, _data(cfg, digests), "target")
+    add(Stage.generate, generate.VERSION, _generate(cfg), "target prompts")
+    vocab = {
+        "weights": weights,
+        "draft_vocab_size": cfg.speculator.draft_vocab_size,
+        "max_tokens": cfg.extract.max_tokens,
+    }
+    add(Stage.fit, fit.VERSION, vocab, "generate")
     states = {k: v for k, v in asdict(cfg.extract).items() if k != "mode"}
-    add(
-        "target",
-        target.VERSION,
-        {
-            "identity": location.identity,
-            "dtype": dtype_name(cfg.target.dtype, device_of(cfg.runtime.device)),
-            "trust_remote_code": cfg.target.trust_remote_code,
-        },
-    )
-    add("prompts", prompts.VERSION, _data(cfg, digests) | {"seed": cfg.seed}, "target")
-    add(
-        "generate",
-        generate.VERSION,
-        asdict(cfg.generate) | {"temperatures": temperatures, "seed": cfg.seed},
-        "target",
-        "prompts",
-    )
-    add(
-        "fit",
-        fit.VERSION,
-        {
-            "weights": weights,
-            "draft_vocab_size": cfg.speculator.draft_vocab_size,
-            "max_tokens": cfg.extract.max_tokens,
-        },
-        "generate",
-    )
     if not online:
-        add(
-            "extract",
-            extract.VERSION,
-            states | {"aux_layers": cfg.speculator.aux_layers},
-            "target",
-            "generate",
-        )
-    add(
-        "train",
-        train.VERSION,
-        {
-            "train": _shaping(asdict(cfg.train)),
-            "speculator": asdict(cfg.speculator),
-            "weights": weights,
-            "seed": cfg.seed,
-        }
-        | ({"states": states} if online else {}),
-        *("target", "generate", "fit"),
-        *(() if online else ("extract",)),
-    )
-    add(
-        "measure",
-        measure.VERSION,
-        {"measure": asdict(cfg.measure), "components": components, "seed": cfg.seed},
-        *("target", "prompts", "train"),
-    )
-    add("export", export.VERSION, {"seed": cfg.seed}, "target", "train")
-    add(
-        "report",
-        report.VERSION,
-        {"profile": asdict(cfg.profile), "sweep": _sweep(cfg.report.sweep)},
-        *(stage for stage in found if stage != "target"),
-    )
+        layers = {"aux_layers": cfg.speculator.aux_layers}
+        add(Stage.extract, extract.VERSION, states | layers, "target generate")
+    training = {
+        "train": {k: v for k, v in asdict(cfg.train).items() if k != "save_every_s"},
+        "speculator": asdict(cfg.speculator),
+        "weights": weights,
+        "states": states if online else None,
+        "seed": cfg.seed,
+    }
+    add(Stage.train, train.VERSION, training, f"target generate fit {stored}")
+    measuring = {
+        "measure": asdict(cfg.measure),
+        "components": [asdict(c) for c in cfg.profile.components],
+        "seed": cfg.seed,
+    }
+    add(Stage.measure, measure.VERSION, measuring, "target prompts train")
+    add(Stage.export, export.VERSION, {"seed": cfg.seed}, "target train")
+    shown = {"profile": asdict(cfg.profile), "sweep": _sweep(cfg.report.sweep)}
+    add(Stage.report, report.VERSION, shown, f"prompts generate fit {stored} train measure export")
     return found
+
+
+def _target(cfg: RunConfig, location: Location) -> dict[str, Any]:
+    return {
+        "identity": location.identity,
+        # The device decides what `auto` is, and so far it counts.
+        "dtype": dtype_name(cfg.target.dtype, device_of(cfg.runtime.device)),
+        "trust_remote_code": cfg.target.trust_remote_code,
+    }
+
+
+def _generate(cfg: RunConfig) -> dict[str, Any]:
+    temperatures = {c.name: c.temperature for c in cfg.profile.components}
+    return asdict(cfg.generate) | {"temperatures": temperatures, "seed": cfg.seed}
 
 
 def _data(cfg: RunConfig, digests: Path) -> dict[str, Any]:
@@ -99,12 +81,7 @@ def _data(cfg: RunConfig, digests: Path) -> dict[str, Any]:
         if path is not None:
             values["path"] = f"sha256:{file_digest(path, digests)}"
     components = [(c.name, c.weight, c.sources) for c in cfg.profile.components]
-    return data | {"sources": sources, "components": components}
-
-
-def _shaping(values: dict[str, Any]) -> dict[str, Any]:
-    """Without what only says how often to save."""
-    return {key: value for key, value in values.items() if key != "save_every_s"}
+    return data | {"sources": sources, "components": components, "seed": cfg.seed}
 
 
 def _sweep(folder: str | None) -> list[tuple[str, str]] | None:

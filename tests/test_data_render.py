@@ -13,7 +13,7 @@ from specfit_data.render import Rendered, Renderer, RenderError
 
 TEMPLATES = Path(__file__).parent / "templates"
 SPECIAL = {
-    "chatml": "<|im_start|> <|im_end|>",
+    "chatml": "<|im_start|> <|im_end|> <|x|>",
     "chatml_generation": "<|im_start|> <|im_end|>",
     "llama31": "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|eom_id|> "
     "<|python_tag|>",
@@ -241,6 +241,28 @@ def test_reasoning_inside_the_content_is_split_off_by_the_template_as_in_serving
     assert learned_of("qwen3", *messages) == ["<think>\nA greeting.\n</think>\n\nHello.<|im_end|>"]
 
 
+def test_the_whole_is_the_prompt_and_the_answer_where_the_template_forgets_the_system_message():
+    template = (TEMPLATES / "mistral.jinja").read_text()
+    template = template.replace("loop.index0 == last.question and instr", "loop.last and instr")
+    chat = talk(Message("system", "Be brief."), *TWO_TURNS)
+    prompt = renderer("mistral", template=template).prompt(chat, "all_turns")
+    full = renderer("mistral", template=template).full(chat, "all_turns")
+    assert full.text == prompt.text + " See you.</s>"
+    assert "Be brief." in full.text
+
+
+def test_a_header_that_history_writes_otherwise_is_not_learned():  # Hermes 2
+    template = (TEMPLATES / "chatml.jinja").read_text()
+    end = "('' if loop.last and add_generation_prompt else '<|im_end|>\\n')"
+    template = template.replace("'<|im_end|>\\n'", end)
+    assert learned_of("chatml", *TWO_TURNS, template=template)[0] == "Hello.<|im_end|>"
+
+
+def test_a_header_that_follows_every_message_is_not_learned():  # Command R7B
+    template = (TEMPLATES / "chatml.jinja").read_text().replace("<|im_end|>\\n", "<|im_end|><|x|>")
+    assert learned_of("chatml", *TWO_TURNS, template=template)[0] == "Hello.<|im_end|>"
+
+
 # speculators#561, Automodel#3371: tool calls and tool turns dropped silently by a role filter.
 def test_a_template_that_drops_a_message_is_an_error():
     template = (TEMPLATES / "chatml.jinja").read_text()
@@ -331,15 +353,12 @@ def test_the_mask_is_as_long_as_the_tokens_and_counts_the_learned_ones_only():
 
 
 def test_the_prompt_and_what_is_learned_of_the_last_turn_are_the_whole():
-    for name in SPECIAL:
+    for name in SPECIAL.keys() - {"r1"}:  # whose prompt opens a thought that this turn has not
         chat = talk(user("Hi"), says("Hello."))
         prompt = renderer(name).prompt(chat, "all_turns")
         full = renderer(name).full(chat, "all_turns")
-        if name == "r1":  # its prompt opens a thought that this turn does not have
-            continue
-        start, end = full.spans[-1]
-        assert prompt.input_ids == full.input_ids[:start], name
-        assert end >= len(full.input_ids) - 2, name
+        assert full.spans == [(len(prompt.input_ids), len(full.input_ids))], name
+        assert full.input_ids[: len(prompt.input_ids)] == prompt.input_ids, name
 
 
 def test_a_prompt_ends_where_the_model_has_to_speak_also_after_a_tool_result():

@@ -14,7 +14,9 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}
 SYSTEM, HI = Message("system", "Be brief."), Message("user", "Hi")
 
 
-def text_of(template: str, *messages: Message, tools: tuple[dict, ...] = ()) -> str:
+def text_of(
+    template: str | dict[str, str], *messages: Message, tools: tuple[dict, ...] = ()
+) -> str:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     tokenizer.chat_template = template
     chat = ChatTemplate(tokenizer, Conversation(messages, tools, "id", "test", "MIT"))

@@ -140,10 +140,6 @@ def ragged_requests(num, temperature=0.0, vocab_size=9):
     ]
 
 
-def by_id(answers):
-    return {a.id: a for a in answers}
-
-
 KINDS = ["none", "right", "wrong", "right_until", "eos", "random", "ngram"]
 
 
@@ -154,17 +150,17 @@ def test_greedy_output_is_the_targets_own_whatever_is_drafted(kind, num_draft_to
     target = HashTarget()
     requests = ragged_requests(9)
     settings = DecodeSettings(num_draft_tokens, max_new_tokens=13, batch_size=batch_size)
-    answers = by_id(decode(target, proposer(kind, target), requests, settings))
+    answers = decode(target, proposer(kind, target), requests, settings)
     expected = {r.id: target.answer(r.prompt, 13) for r in requests}
-    assert {i: a.tokens for i, a in answers.items()} == expected
+    assert {a.id: a.tokens for a in answers} == expected
 
 
 def test_a_greedy_request_among_sampled_ones_stays_greedy():
     target = HashTarget()
     requests = [*ragged_requests(4, temperature=1.0), Request("greedy", [3, 4], 0.0)]
     settings = DecodeSettings(3, max_new_tokens=13, batch_size=5)
-    answers = by_id(decode(target, proposer("right_until", target), requests, settings))
-    assert answers["greedy"].tokens == target.answer([3, 4], 13)
+    answers = decode(target, proposer("right_until", target), requests, settings)
+    assert {a.id: a.tokens for a in answers}["greedy"] == target.answer([3, 4], 13)
 
 
 class WitnessProposer(StatelessProposer):

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specfit_data.conversations import Conversation, TokenizedConversation
 from specfit_data.template import ChatTemplate, RenderError
-from specfit_data.turns import MarkedChat, Span
+from specfit_data.turns import MarkedChat, Span, StopTokens
 
 __all__ = ["RenderError", "Rendered", "Renderer"]
 
@@ -48,7 +48,8 @@ class Renderer:
         self._tokenizer = tokenizer
         special = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
         longest_first = sorted(special | set(tokenizer.all_special_tokens), key=len, reverse=True)
-        self._special_tokens = re.compile("|".join(map(re.escape, longest_first)))
+        pattern = re.compile("|".join(map(re.escape, longest_first)))
+        self._stop_tokens = StopTokens(pattern, tokenizer.eos_token)
 
     def prompt(self, conversation: Conversation, loss_on: str) -> Rendered:
         """What a server gives the model to answer: all but a final assistant turn.
@@ -67,46 +68,68 @@ class Renderer:
         num_messages = len(messages) - (bool(messages) and messages[-1].role == "assistant")
         if num_messages == 0:
             raise RenderError("nothing is asked")
-        learned = _learned(conversation, num_messages) if loss_on == "all_turns" else []
-        return self._render(conversation, num_messages, learned, generation_prompt=True)
+        template = ChatTemplate(self._tokenizer, conversation)
+        asked = self._asked(template, num_messages + template.num_added)
+        learned = _learned(template, conversation, num_messages, loss_on)
+        return self._tokenized(asked.text, [s for i in learned for s in asked.turn(i).spans])
 
     def full(self, conversation: Conversation, loss_on: str) -> Rendered:
-        """Everything up to and including the last assistant turn; arguments as for `prompt`.
+        """The last assistant turn and all before it, up to the token that ends it.
+
+        It is the prompt and what the template writes for the answer, not the template's rendering
+        of both: Mistral's forgets the system message once an answer is there.
+
+        Args:
+            conversation: the messages and tools.
+            loss_on: all_turns | last_turn.
 
         Raises:
-            RenderError: as for `prompt`, or the assistant says nothing at all.
+            RenderError: as for `prompt`, or there is no assistant turn.
         """
         turns = [i for i, m in enumerate(conversation.messages) if m.role == "assistant"]
         if not turns:
             raise RenderError("no assistant turn")
-        learned = _learned(conversation, turns[-1] + 1)
-        if loss_on == "last_turn":
-            learned = [i for i in learned if i == turns[-1]]
-        return self._render(conversation, turns[-1] + 1, learned, generation_prompt=False)
-
-    def _render(
-        self,
-        conversation: Conversation,
-        num_messages: int,
-        learned: list[int],
-        *,
-        generation_prompt: bool,
-    ) -> Rendered:
+        last = turns[-1]
+        if last == 0:
+            raise RenderError("it begins with an assistant turn")
         template = ChatTemplate(self._tokenizer, conversation)
-        # Schemas may have become a system message in front.
-        num_added = len(template.messages) - len(conversation.messages)
-        chat = MarkedChat(template, num_messages + num_added, generation_prompt)
-        turns = [i + num_added for i in learned]
-        if template.marks_generation:
-            blocks = chat.generation_spans()
-            missing = [i for i in turns if i not in blocks]
-            if missing:
-                raise RenderError(f"message {missing[0]}: no generation block holds it")
-            spans = [span for i in turns for span in blocks[i]]
+        answer_idx = last + template.num_added
+        asked = self._asked(template, answer_idx)
+        whole = self._chat(template, answer_idx + 1, generation_prompt=False)
+        whole.check_kept(answer_idx)
+        turn = whole.turn(answer_idx)
+        start, end = turn.spans[0][0], turn.spans[-1][1]
+        if turn.as_asked:
+            history, text = asked, asked.text + whole.text[start:end]
+            answer = [(len(asked.text), len(text))]
         else:
-            spans = [chat.span_of(i, self._special_tokens) for i in turns]
-        input_ids, starts = self._tokenize(chat.text)
-        return Rendered(chat.text, input_ids, [_token_span(starts, span) for span in spans])
+            history, text, answer = whole, whole.text[:end], list(turn.spans)
+        learned = _learned(template, conversation, last, loss_on)
+        spans = [span for i in learned for span in history.turn(i).spans]
+        if conversation.messages[last].learn:
+            spans += answer
+        return self._tokenized(text, spans)
+
+    def _asked(self, template: ChatTemplate, num_messages: int) -> MarkedChat:
+        """What a server is given."""
+        asked = self._chat(template, num_messages, generation_prompt=True)
+        for i in range(num_messages):
+            asked.check_kept(i)
+        return asked
+
+    def _chat(
+        self, template: ChatTemplate, num_messages: int, *, generation_prompt: bool
+    ) -> MarkedChat:
+        return MarkedChat(
+            template,
+            num_messages,
+            generation_prompt=generation_prompt,
+            stop_tokens=self._stop_tokens,
+        )
+
+    def _tokenized(self, text: str, spans: list[Span]) -> Rendered:
+        input_ids, starts = self._tokenize(text)
+        return Rendered(text, input_ids, [_token_span(starts, span) for span in spans])
 
     def _tokenize(self, text: str) -> tuple[list[int], list[int]]:
         """The tokens of `text`, and the character at which each one starts."""
@@ -121,9 +144,15 @@ class Renderer:
         return list(encoded["input_ids"]), starts
 
 
-def _learned(conversation: Conversation, num_messages: int) -> list[int]:
-    messages = conversation.messages[:num_messages]
-    return [i for i, m in enumerate(messages) if m.role == "assistant" and m.learn]
+def _learned(
+    template: ChatTemplate, conversation: Conversation, num_messages: int, loss_on: str
+) -> list[int]:
+    """The turns of the history that are learned, as indices of the template's messages."""
+    if loss_on == "last_turn":
+        return []
+    assert loss_on == "all_turns", loss_on
+    messages = enumerate(conversation.messages[:num_messages], start=template.num_added)
+    return [i for i, m in messages if m.role == "assistant" and m.learn]
 
 
 def _token_span(starts: list[int], span: Span) -> Span:

@@ -73,6 +73,8 @@ class ChatTemplate:
         self.messages = [self._message(m) for m in conversation.messages]
         if tools and not self._abilities.tools:
             _add_schemas(self.messages, tools)
+        # 1 when the schemas became a message of their own, in front of the conversation's.
+        self.num_added = len(self.messages) - len(conversation.messages)
 
     def render(self, messages: list[TemplateMessage], add_generation_prompt: bool) -> str:
         """The text that a server would make of `messages`, before tokenization.

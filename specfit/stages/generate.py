@@ -3,6 +3,7 @@
 import json
 import logging
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -84,36 +85,12 @@ def _answer(
     ]
     started = perf_counter()
     num_tokens = 0
-    if requests:
-        slots = SlotTarget(
-            target,
-            num_slots=min(config.batch_size, len(requests)),
-            max_length=min(
-                len(requests[0].prompt) + config.max_new_tokens,
-                target.info.max_position_embeddings,
-            ),
-            aux_layers=None,
-        )
-        settings = DecodeSettings(
-            num_draft_tokens=0,
-            max_new_tokens=config.max_new_tokens,
-            batch_size=slots.num_slots,
-            top_p=config.top_p,
-            seed=seed,
-        )
-        with tqdm(total=len(requests) * config.max_new_tokens, unit="tok", desc="generate") as bar:
-            for answer in decode(
-                slots,
-                NoProposer(),
-                requests,
-                settings,
-                token_classes=token_classes(target),
-                on_progress=bar.update,
-            ):
-                append_jsonl(journal, [_row(by_id[answer.id], answer)])
-                num_tokens += len(answer.tokens)
-                # An answer that ended early will not take the rest of its share.
-                bar.total -= config.max_new_tokens - len(answer.tokens)
+    with tqdm(total=len(requests) * config.max_new_tokens, unit="tok", desc="generate") as bar:
+        for answer in _decoded(requests, config, seed, target, bar):
+            append_jsonl(journal, [_row(by_id[answer.id], answer)])
+            num_tokens += len(answer.tokens)
+            # An answer that ended early will not take the rest of its share.
+            bar.total -= config.max_new_tokens - len(answer.tokens)
     seconds = perf_counter() - started
     flops = 2.0 * target.info.num_parameters * num_tokens
     return {
@@ -122,6 +99,36 @@ def _answer(
         "achieved_gflops": flops / seconds / GFLOP if num_tokens else None,
         "matmul_gflops": matmul_gflops(config.batch_size, *_widest(target)),
     }
+
+
+def _decoded(
+    requests: list[Request], config: GenerateConfig, seed: int, target: Target, bar: Any
+) -> Iterator[Decoded]:
+    if not requests:
+        return
+    longest = len(requests[0].prompt) + config.max_new_tokens
+    slots = SlotTarget(
+        target,
+        num_slots=min(config.batch_size, len(requests)),
+        max_length=min(longest, target.info.max_position_embeddings),
+        aux_layers=None,
+    )
+    settings = DecodeSettings(
+        num_draft_tokens=0,
+        max_new_tokens=config.max_new_tokens,
+        batch_size=slots.num_slots,
+        top_p=config.top_p,
+        seed=seed,
+    )
+    classes = token_classes(target)
+    yield from decode(
+        slots,
+        NoProposer(),
+        requests,
+        settings,
+        token_classes=classes,
+        on_progress=bar.update,
+    )
 
 
 def _widest(target: Target) -> tuple[int, int]:

@@ -65,8 +65,16 @@ def check_aux_layers(aux_layers: list[int], info: TargetInfo) -> None:
 
 
 def read_info(model: Any, *, name: str, tokenizer: Any, quantization: str | None) -> TargetInfo:
-    """Reads a loaded transformers `model`."""
+    """Reads a loaded transformers `model`.
+
+    Raises:
+        ValueError: its positions are not rotary, so that no draft layer could follow them.
+    """
     config = model.config.get_text_config()
+    if not getattr(config, "rope_parameters", None):
+        raise ValueError(
+            f"target.path must name a decoder with rotary positions, got a {type(model).__name__}"
+        )
     heads = config.num_attention_heads
     return TargetInfo(
         name=name,

@@ -36,13 +36,16 @@ def locate(target: TargetConfig, *, digests: Path | None = None) -> Location:
         ModuleNotFoundError: the package is not installed.
         ValueError: the hub cannot be reached, or the folder holds no checkpoint.
     """
-    path = _in_package(target.path) if target.path.startswith("package:") else Path(target.path)
+    if target.path.startswith("package:"):
+        path = _in_package(target.path)
+    else:
+        path = Path(target.path).expanduser()
     if path.suffix == ".gguf":
         return _file(path, digests)
     if path.is_dir() and target.gguf_file:
         return _file(path / target.gguf_file, digests)
     if path.is_dir():
-        return _folder(path, digests)
+        return _folder(path, _patterns(target), digests)
     if target.path.startswith(("/", "./", "../", "~")) or target.path.count("/") > 1:
         raise FileNotFoundError(f"target.path: no such file or folder: {target.path}")
     return _hub(target, digests)
@@ -65,10 +68,14 @@ def _file(path: Path, digests: Path | None) -> Location:
     return Location(path.parent, path.name, f"sha256:{file_digest(path, digests)}")
 
 
-def _folder(path: Path, digests: Path | None) -> Location:
+def _patterns(target: TargetConfig) -> list[str]:
+    return [*PATTERNS, "*.py"] if target.trust_remote_code else PATTERNS
+
+
+def _folder(path: Path, patterns: list[str], digests: Path | None) -> Location:
     if not (path / "config.json").is_file():
         raise ValueError(f"target.path: {path} holds no config.json; name a checkpoint's folder")
-    files = sorted({file for pattern in PATTERNS for file in path.glob(pattern)})
+    files = sorted({file for pattern in patterns for file in path.glob(pattern)})
     if not any(file.suffix == ".safetensors" for file in files):
         raise ValueError(
             f"target.path: {path} holds no .safetensors file; pickled weights are not read"
@@ -80,7 +87,7 @@ def _folder(path: Path, digests: Path | None) -> Location:
 def _hub(target: TargetConfig, digests: Path | None) -> Location:
     from huggingface_hub import snapshot_download
 
-    patterns = [target.gguf_file, "*.json", "*.jinja"] if target.gguf_file else PATTERNS
+    patterns = [target.gguf_file, "*.json", "*.jinja"] if target.gguf_file else _patterns(target)
     try:
         folder = Path(
             snapshot_download(target.path, revision=target.revision, allow_patterns=patterns)

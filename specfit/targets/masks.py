@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
@@ -12,7 +13,7 @@ def attention_masks(
     key_positions: Int[Tensor, "rows keys"],
     key_valid: Bool[Tensor, "rows keys"],
 ) -> Tensor | dict[str, Tensor]:
-    """What `forward` of a transformers model takes as `attention_mask`: True where one looks.
+    """What `forward` of a transformers model takes as `attention_mask`, `rows 1 queries keys`.
 
     A query sees the valid keys at positions up to its own; in a sliding layer only the last
     `sliding_window` of them. Models whose layers differ get one mask a kind.
@@ -29,8 +30,18 @@ def attention_masks(
         raise ValueError(f"target.path: layers of kind {', '.join(sorted(unknown))} are not read")
     window = getattr(config, "sliding_window", None)
     if not window or kinds == {"full_attention"} or not getattr(config, "use_sliding_window", True):
-        return full
+        return _for_attention(config, full)
     sliding: Tensor = full & (distance < window)[:, None]
     if kinds == {"full_attention", "sliding_attention"}:
-        return {"full_attention": full, "sliding_attention": sliding}
-    return sliding
+        masks = {"full_attention": full, "sliding_attention": sliding}
+        return {kind: _for_attention(config, mask) for kind, mask in masks.items()}
+    return _for_attention(config, sliding)
+
+
+def _for_attention(config: Any, looks: Tensor) -> Tensor:
+    """SDPA takes True where one looks; eager attention adds, and would add True as 1."""
+    if config._attn_implementation != "eager":
+        return looks
+    lowest = torch.finfo(config.dtype or torch.float32).min
+    # Not -inf: a padded query sees nothing, and its NaN would spread through the values.
+    return torch.zeros_like(looks, dtype=config.dtype or torch.float32).masked_fill(~looks, lowest)

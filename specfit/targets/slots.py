@@ -86,6 +86,7 @@ class SlotTarget:
             features = torch.cat([found.aux[i] for i in self.aux_layers], dim=-1)
         return TargetOutput(output.logits.float(), features)
 
+    @torch.inference_mode()
     def move(self, source: int, to: int) -> None:
         """See `DecodeTarget.move`."""
         for layer in self._layers:
