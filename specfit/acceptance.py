@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import torch
-
 from specfit.mix import mixed_acceptance_length, mixed_interval
 from specfit_serve.bootstrap import acceptance_interval
 from specfit_serve.stats import DecodeStats, Round
@@ -82,7 +80,7 @@ def component_row(
     row["first_20_acceptance_length"] = _length(early_pooled)
     row["by_context"] = _by_context(measured)
     row["num_looped"] = sum(m.loop_start is not None for m in measured)
-    return row | _speed(timed, intervals)
+    return row | _speed(timed)
 
 
 def mix_row(
@@ -95,6 +93,8 @@ def mix_row(
     everything = [s for own in stats.values() for s in own]
     first = next(iter(measured.values()))[0]
     row = _row("all", first, sum(everything[1:], everything[0]), len(everything))
+    if len({own[0].temperature for own in measured.values()}) > 1:
+        row["temperature"] = None
     low, high = mixed_interval(
         stats,
         weights,
@@ -154,21 +154,20 @@ def _by_context(measured: Sequence[Measured]) -> list[dict[str, Any]]:
     return rows
 
 
-def _speed(timed: Sequence[Timed], intervals: Intervals) -> dict[str, Any]:
-    """Tokens a second of decoding alone, prefill left out; prompts are resampled."""
-    if not timed or not sum(t.num_tokens for t in timed):
+def _speed(timed: Sequence[Timed]) -> dict[str, Any]:
+    """Tokens a second of decoding alone, prefill left out; low and high are the range of prompts.
+
+    A few prompts are too few to resample.
+    """
+    timed = [t for t in timed if t.num_tokens]
+    if not timed:
         return {}
-    counts = torch.tensor([float(t.num_tokens) for t in timed], dtype=torch.float64)
-    draft = torch.tensor([t.draft_seconds for t in timed], dtype=torch.float64)
-    seconds = draft + torch.tensor([t.target_seconds for t in timed], dtype=torch.float64)
-    generator = torch.Generator().manual_seed(intervals.seed)
-    drawn = torch.randint(len(timed), (intervals.num_bootstrap, len(timed)), generator=generator)
-    rates = counts[drawn].sum(1) / seconds[drawn].sum(1)
-    tail = (1 - intervals.confidence) / 2
-    low, high = torch.quantile(rates, torch.tensor([tail, 1 - tail]).double()).tolist()
+    draft = sum(t.draft_seconds for t in timed)
+    seconds = draft + sum(t.target_seconds for t in timed)
+    rates = [t.num_tokens / (t.draft_seconds + t.target_seconds) for t in timed]
     return {
-        "tokens_per_second": float(counts.sum() / seconds.sum()),
-        "tokens_per_second_low": low,
-        "tokens_per_second_high": high,
-        "draft_time_share": float(draft.sum() / seconds.sum()),
+        "tokens_per_second": sum(t.num_tokens for t in timed) / seconds,
+        "tokens_per_second_low": min(rates),
+        "tokens_per_second_high": max(rates),
+        "draft_time_share": draft / seconds,
     }

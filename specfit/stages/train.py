@@ -136,6 +136,7 @@ def _write_figures(job: TrainJob, head: Eagle3, documents: Documents, progress: 
         job.folder / "train.json",
         {
             "num_steps": progress.step,
+            "num_tokens": num_chains,
             "seconds": seconds,
             "tokens_per_second": num_chains / seconds,
             "kept_step": progress.best_step,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from specfit.artifacts import Artifact
 from specfit.config import TargetConfig
@@ -15,6 +16,9 @@ from specfit.targets.locate import Location
 from specfit.targets.target import Target
 
 log = logging.getLogger(__name__)
+
+# What transformers raises on a checkpoint that is broken or that it does not know.
+_LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
 
 
 def device_of(name: str) -> torch.device:
@@ -49,17 +53,30 @@ def load(config: TargetConfig, location: Location, device: torch.device) -> Targ
         tokenizer = AutoTokenizer.from_pretrained(location.folder, **options)
         if location.gguf_file:
             options["quantization_config"] = _dequantize()
-        model = AutoModelForCausalLM.from_pretrained(
-            location.folder, dtype=dtype_name(config.dtype, device), use_safetensors=True, **options
+        model, notes = AutoModelForCausalLM.from_pretrained(
+            location.folder,
+            dtype=dtype_name(config.dtype, device),
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except _LOADING_ERRORS as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
             f"target.path: {location.folder} cannot be loaded by transformers: {reason}"
         ) from error
+    if len(tokenizer) == len(set(tokenizer.all_special_ids)):
+        raise ValueError(f"target.path: {location.folder} holds no tokenizer; copy its files there")
     found = getattr(model.config, "quantization_config", None)
     if found is not None and not location.gguf_file:
         quantization = _scheme(found)
+    elif notes["missing_keys"]:
+        # transformers makes them up, with a warning.
+        missing = sorted(notes["missing_keys"])
+        raise ValueError(
+            f"target.path: {location.folder} lacks {len(missing)} tensors, {missing[0]} among them; "
+            "copy or download it again"
+        )
     model = model.to(device).eval().requires_grad_(False)
     info = read_info(
         model, name=_name(config, location), tokenizer=tokenizer, quantization=quantization
