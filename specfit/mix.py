@@ -50,5 +50,5 @@ def mixed_interval(
         tokens += share * counts[drawn, 0].sum(1)
         rounds += share * counts[drawn, 1].sum(1)
     tail = (1 - confidence) / 2
-    low, high = torch.quantile(tokens / rounds, torch.tensor([tail, 1 - tail]).double()).tolist()
+    low, high = torch.nanquantile(tokens / rounds, torch.tensor([tail, 1 - tail]).double()).tolist()
     return low, high

@@ -16,7 +16,7 @@ from specfit.artifacts import status as store_status
 from specfit.config import ExtractMode, RunConfig
 from specfit.files import GIB, dumps
 from specfit.recipes import recipes_of
-from specfit.speculators.initialize import aux_layers_of
+from specfit.speculators.initialize import aux_layers_of, head_config
 from specfit.stages import export, extract, fit, generate, measure, prompts, report, target, train
 from specfit.targets.info import TargetInfo, read_info_file
 from specfit.targets.load import device_of, open_target
@@ -51,6 +51,7 @@ class _Path:
     """The stages of one configuration. Each is made when it is first asked for."""
 
     def __init__(self, cfg: RunConfig) -> None:
+        train.check(cfg.train, cfg.runtime.num_processes)
         self.cfg = cfg
         self.device = device_of(cfg.runtime.device)
         self.store = ArtifactStore(Path(cfg.runtime.root), int(cfg.runtime.min_free_gb * GIB))
@@ -84,7 +85,7 @@ class _Path:
 
     @cached_property
     def prompts(self) -> Artifact:
-        _ = self.target
+        head_config(self.cfg.speculator, self.info)  # fails here, not after the answers
         return self._make(
             "prompts",
             lambda folder: prompts.run(

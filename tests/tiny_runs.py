@@ -8,7 +8,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 
 from specfit import config, pipeline
-from specfit.artifacts import Artifact
+from specfit.artifacts import Artifact, ArtifactStore
 
 CONF = Path(__file__).parents[1] / "conf"
 SMALL = [
@@ -61,6 +61,13 @@ def run(words: Sequence[str], *more: str) -> Artifact:
 def keys(words: Sequence[str], *more: str) -> dict[str, str]:
     """The keys of all stages."""
     return {s: r.key for s, r in pipeline.recipes(composed([*words, *more])).items()}
+
+
+def artifacts(words: Sequence[str], *more: str) -> dict[str, Artifact | None]:
+    """What is made of each stage, or None."""
+    cfg = composed([*words, *more])
+    store = ArtifactStore(cfg.runtime.root)
+    return {stage: store.find(recipe) for stage, recipe in pipeline.recipes(cfg).items()}
 
 
 def read_json(artifact: Artifact, name: str) -> Any:

@@ -5,23 +5,40 @@ from time import perf_counter
 import torch
 
 GFLOP = 1e9
+WEIGHT_BYTES = 1 << 26  # more than caches hold: a model's weights come from memory, too
 
 
-def matmul_gflops(rows: int, columns: int, inner: int, *, seconds: float = 0.2) -> float:
-    """GFLOP/s of torch's fp32 product of `rows inner` by `inner columns`, the best of many.
+def matmul_gflops(rows: int, columns: int, inner: int, *, seconds: float = 0.3) -> float:
+    """GFLOP/s of torch's fp32 product of `rows inner` activations with `inner columns` weights.
 
-    A product of the shape that a stage mostly does is the floor that it can be held against: what
-    the machine gives for larger ones is not to be had for it.
+    The best pass of several over matrices that together fill WEIGHT_BYTES. A product of the shape
+    that a stage mostly does is what it can be held against: what the machine gives for larger ones
+    is not to be had for it.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    a = torch.randn(rows, inner, device=device)
-    b = torch.randn(columns, inner, device=device)
+    activations = torch.randn(rows, inner, device=device)
+    num = max(1, WEIGHT_BYTES // (4 * columns * inner))
+    weights = [torch.randn(columns, inner, device=device) for _ in range(num)]
     best = float("inf")
     end = perf_counter() + seconds
-    while perf_counter() < end:
+    while best == float("inf") or perf_counter() < end:
         start = perf_counter()
-        torch.nn.functional.linear(a, b)
+        for weight in weights:
+            torch.nn.functional.linear(activations, weight)
         if device.type == "cuda":
             torch.cuda.synchronize()
         best = min(best, perf_counter() - start)
-    return 2 * rows * columns * inner / best / GFLOP
+    return 2 * rows * columns * inner * num / best / GFLOP
+
+
+def speed(
+    *, num_tokens: int, flops: float, seconds: float, shape: tuple[int, int, int]
+) -> dict[str, float | None]:
+    """A stage's figures: its seconds, tokens/s and GFLOP/s beside those of a product of `shape`."""
+    done = num_tokens > 0
+    return {
+        "seconds": seconds,
+        "tokens_per_second": num_tokens / seconds if done else None,
+        "achieved_gflops": flops / seconds / GFLOP if done else None,
+        "matmul_gflops": matmul_gflops(*shape) if done else None,
+    }

@@ -26,9 +26,9 @@ def definitions(confidence: Number | None) -> Section:
                     "those that kept the one before it.",
                     "coverage": "Share of the answer tokens that are in the draft vocabulary, and "
                     "so can be drafted at all.",
-                    "tokens/s": "Tokens emitted per second of decoding a request alone, prefill left "
-                    "out, on the machine named above; the interval is the range of the prompts "
-                    "that were timed.",
+                    "tokens/s": "Tokens emitted per second by a request decoded alone, its prefill "
+                    "left out, on the machine named above; the interval is the range over the "
+                    "prompts timed.",
                     "speed-up": "Tokens/s over those of plain decoding on the same traffic; its "
                     "interval runs between opposite ends of the two and is wider than theirs.",
                     "draft time": "Share of the decoding time that the proposer takes.",

@@ -126,7 +126,7 @@ def _parity_tile(parity: list[Any]) -> Tile:
     checks = {row["engine"]: row.get("drafted_tokens_equal") for row in parity}
     if not checks:
         return Tile(label, NOT_MEASURED, ["nothing was exported"])
-    num_equal = sum(check is True for check in checks.values())
+    num_equal = sum(check == 1 for check in checks.values())
     details = [f"{engine}: {yes_no(check)}" for engine, check in checks.items()]
     return Tile(label, f"{num_equal} of {len(checks)}", details)
 

@@ -26,13 +26,14 @@ def parse_loss(text: str) -> dict[str, float]:
     """
     weights: dict[str, float] = {}
     for term in text.replace(" ", "").split("+"):
-        match = re.fullmatch(r"(?:([0-9.]+)\*)?([a-z]+)", term)
-        if match is None or match[2] not in LOSSES or match[2] in weights:
+        match = re.fullmatch(r"(?:(\d+\.?\d*|\.\d+)\*)?([a-z]+)", term)
+        factor = float(match[1] or 1) if match else 0.0
+        if match is None or match[2] not in LOSSES or match[2] in weights or factor == 0:
             raise ValueError(
                 f"train.loss must be a sum of {', '.join(LOSSES)}, each once and with an optional "
-                f"factor (0.5*kl+0.5*tv), got {text}"
+                f"positive factor (0.5*kl+0.5*tv), got {text}"
             )
-        weights[match[2]] = float(match[1] or 1)
+        weights[match[2]] = factor
     return weights
 
 

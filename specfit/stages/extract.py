@@ -3,7 +3,6 @@
 import logging
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 from tqdm import tqdm
 
@@ -12,11 +11,10 @@ from specfit.config import ExtractConfig
 from specfit.files import append_jsonl, require_free, write_json
 from specfit.states.codec import bytes_per_token
 from specfit.states.compute import compute
-from specfit.states.documents import Document, read_documents
+from specfit.states.documents import read_documents
 from specfit.states.store import index_rows, plan_shards, shard_name, write_shard
-from specfit.targets.info import TargetInfo
 from specfit.targets.target import Target
-from specfit_kernels.floors import GFLOP, matmul_gflops
+from specfit_kernels.floors import speed
 
 VERSION = 1
 log = logging.getLogger(__name__)
@@ -71,7 +69,7 @@ def run(
     seconds = perf_counter() - started
     (folder / "documents.jsonl").unlink(missing_ok=True)
     append_jsonl(folder / "documents.jsonl", index_rows(shards))
-    figures = {
+    figures: dict[str, object] = {
         "num_tokens": num_tokens,
         "num_documents": len(documents),
         "bytes_per_token": size,
@@ -79,20 +77,15 @@ def run(
         "aux_layers": aux_layers,
     }
     made = [document for i in missing for document in shards[i]]
-    write_json(folder / "store.json", figures | _speed(target.info, made, seconds))
-
-
-def _speed(info: TargetInfo, made: list[Document], seconds: float) -> dict[str, Any]:
-    """Of this attempt: the body of the target on every token, its head where the loss is."""
-    num_tokens = sum(d.num_tokens for d in made)
     learned = sum(int(d.loss_mask.sum()) for d in made)
-    head = info.vocab_size * info.hidden_size
-    body = info.num_parameters - head * (1 if info.tied_embeddings else 2)
-    flops = 2.0 * (body * num_tokens + head * learned)
-    rows = max(1, num_tokens // max(1, len(made)))
-    return {
-        "seconds": seconds,
-        "tokens_per_second": num_tokens / seconds,
-        "achieved_gflops": flops / seconds / GFLOP,
-        "matmul_gflops": matmul_gflops(rows, info.intermediate_size, info.hidden_size),
-    }
+    figures |= speed(
+        num_tokens=to_come,
+        flops=target.info.forward_flops(to_come, learned),
+        seconds=seconds,
+        shape=(
+            num_tokens // len(documents),
+            target.info.intermediate_size,
+            target.info.hidden_size,
+        ),
+    )
+    write_json(folder / "store.json", figures)

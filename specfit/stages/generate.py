@@ -16,7 +16,7 @@ from specfit.files import append_jsonl, read_jsonl, write_json, write_text
 from specfit.targets.slots import SlotTarget
 from specfit.targets.target import Target
 from specfit.targets.vocabulary import token_classes
-from specfit_kernels.floors import GFLOP, matmul_gflops
+from specfit_kernels.floors import speed
 from specfit_serve.decode import Decoded, DecodeSettings, Request, decode
 from specfit_serve.ngram import NoProposer
 
@@ -84,21 +84,18 @@ def _answer(
         for row in sorted(by_id.values(), key=lambda row: (-len(row["prompt_ids"]), row["id"]))
     ]
     started = perf_counter()
-    num_tokens = 0
+    num_tokens = num_prompt_tokens = 0
     with tqdm(total=len(requests) * config.max_new_tokens, unit="tok", desc="generate") as bar:
         for answer in _decoded(requests, config, seed, target, bar):
             append_jsonl(journal, [_row(by_id[answer.id], answer)])
             num_tokens += len(answer.tokens)
+            num_prompt_tokens += len(by_id[answer.id]["prompt_ids"])
             # An answer that ended early will not take the rest of its share.
             bar.total -= config.max_new_tokens - len(answer.tokens)
     seconds = perf_counter() - started
-    flops = 2.0 * target.info.num_parameters * num_tokens
-    return {
-        "seconds": seconds,
-        "tokens_per_second": num_tokens / seconds if num_tokens else None,
-        "achieved_gflops": flops / seconds / GFLOP if num_tokens else None,
-        "matmul_gflops": matmul_gflops(config.batch_size, *_widest(target)),
-    }
+    flops = target.info.forward_flops(num_prompt_tokens + num_tokens, num_tokens)
+    shape = (config.batch_size, target.info.intermediate_size, target.info.hidden_size)
+    return speed(num_tokens=num_tokens, flops=flops, seconds=seconds, shape=shape)
 
 
 def _decoded(
@@ -129,10 +126,6 @@ def _decoded(
         token_classes=classes,
         on_progress=bar.update,
     )
-
-
-def _widest(target: Target) -> tuple[int, int]:
-    return target.info.intermediate_size, target.info.hidden_size
 
 
 def _row(conversation: dict[str, Any], answer: Decoded) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from specfit.acceptance import Intervals, Measured, Timed, component_row, mix_row
 from specfit.artifacts import Artifact
 from specfit.config import MeasureConfig, ProfileConfig
-from specfit.files import append_jsonl, read_jsonl, write_json
+from specfit.files import append_jsonl, dumps, read_jsonl, write_json, write_text
 from specfit.speculators.proposer import Eagle3Proposer
 from specfit.targets.slots import SlotTarget
 from specfit.targets.target import Target
@@ -168,7 +168,7 @@ def run(
     for row in rows:
         if row["acceptance_length"] is not None and row["proposer"] != "none":
             log.info(
-                "measure %s %s T=%g k=%d: acceptance length %.3f [%.3f, %.3f] over %d prompts",
+                "measure %s %s T=%s k=%d: acceptance length %.3f [%.3f, %.3f] over %d prompts",
                 *(row["component"], row["proposer"], row["temperature"], row["num_draft_tokens"]),
                 *(row["acceptance_length"], row["acceptance_length_low"]),
                 *(row["acceptance_length_high"], row["num_prompts"]),
@@ -229,8 +229,7 @@ def _time_all(journal: Path, bench: _Bench, ways: list[_Pass]) -> None:
     All ways on one conversation before the next, so that what else the machine does meets all of
     them alike.
     """
-    done = read_jsonl(journal, tolerate_truncated_tail=True) if journal.exists() else []
-    if done:
+    if journal.exists():
         return
     limit = min(TIMED_TOKENS, bench.config.max_new_tokens)
     chosen: list[str] = []
@@ -243,7 +242,7 @@ def _time_all(journal: Path, bench: _Bench, ways: list[_Pass]) -> None:
             for way in ways:
                 (answer,) = bench.decode(way, [i], 1, limit, bar)
                 rows.append({"id": i, "timed": asdict(_timed(bench, way, answer))})
-    append_jsonl(journal, rows[len(ways) :])
+    write_text(journal, "".join(dumps(row) + "\n" for row in rows[len(ways) :]))
 
 
 def _timed(bench: _Bench, way: _Pass, answer: Decoded) -> Timed:

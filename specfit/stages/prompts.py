@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ class _Tally:
     num_duplicates: int = 0
     num_passed_over: int = 0  # too long or too short
     num_prompt_tokens: int = 0
+    num_rows: int = 0  # read of the source
+    num_unreadable: int = 0  # of these, no conversation
     num_learned: int = 0  # tokens of reference answers
     num_read: int = 0  # tokens of references, prompts included
     reasons: Counter[str] = field(default_factory=Counter)
@@ -47,6 +50,7 @@ class _Tally:
     def row(self) -> dict[str, Any]:
         """As it stands in prompts.json."""
         values = dict(vars(self))
+        del values["num_rows"], values["num_unreadable"]
         learned, num_read = values.pop("num_learned"), values.pop("num_read")
         return values | {"assistant_share": learned / num_read if num_read else None}
 
@@ -72,26 +76,23 @@ class _Pool:
     def _read(self, name: str, seen: set[str]) -> Iterator[Conversation]:
         # What is not a conversation belongs to no split; the first that counts takes it.
         tally = self.tallies["test" if self.source.held_out else "train"]
-        num_read = 0
 
         def conversations() -> Iterator[Conversation]:
-            nonlocal num_read
-            for found in read(name, self.source):
+            for found in islice(read(name, self.source), MAX_ROWS):
+                tally.num_rows += 1
                 if isinstance(found, Rejected):
-                    tally.num_rejected += 1
+                    tally.num_unreadable += 1
                     tally.reasons[found.reason] += 1
                     log.debug("prompts: %s rejected: %s", found.where, found.reason)
                 else:
-                    num_read += 1
                     yield found
-                if num_read + tally.num_rejected >= MAX_ROWS:
-                    return
 
         num_unique = 0
         for conversation in without_duplicates(conversations(), seen):
             num_unique += 1
             yield conversation
-        tally.num_duplicates = num_read - num_unique
+        tally.num_rejected = tally.num_unreadable
+        tally.num_duplicates = tally.num_rows - tally.num_unreadable - num_unique
 
 
 def run(
@@ -206,25 +207,33 @@ def _check_taken(
     tallies = [pool.tallies[split] for pool in pools]
     passed = sum(t.num_passed_over for t in tallies)
     rejected = sum(t.num_rejected for t in tallies)
+    there = sum(len(pool.waiting[split]) for pool in pools)
     raise ValueError(
-        f"profile component {component.name} has no {split} conversation: of its sources "
-        f"{', '.join(component.sources)}, {passed} are longer or shorter than "
-        f"data.min_prompt_tokens and data.max_prompt_tokens allow, {rejected} cannot be rendered"
+        f"profile component {component.name} has no {split} conversation: {there} of its sources "
+        f"{', '.join(component.sources)} belong to that split, of which {passed} are longer or "
+        "shorter than data.min_prompt_tokens and data.max_prompt_tokens allow; "
+        f"{rejected} are rejected" + (f": {_most_common(tallies)}" if rejected else "")
     )
 
 
 def _check_rejected(tallies: list[_Tally], max_rejected: float) -> None:
-    rejected = sum(t.num_rejected for t in tallies)
-    tried = rejected + sum(t.num_kept + t.num_passed_over for t in tallies)
+    rows, unreadable = sum(t.num_rows for t in tallies), sum(t.num_unreadable for t in tallies)
+    unrendered = sum(t.num_rejected for t in tallies) - unreadable
+    tried = unrendered + sum(t.num_kept + t.num_passed_over for t in tallies)
+    # All rows are read, but only as many rendered as are wanted.
+    for rejected, total in ((unreadable, rows), (unrendered, tried)):
+        if rejected:
+            log.warning("prompts: %d of %d rejected: %s", rejected, total, _most_common(tallies))
+        if rejected > max_rejected * total:
+            raise ValueError(
+                f"{rejected} of {total} conversations are rejected, more than data.max_rejected "
+                f"({max_rejected:g}): {_most_common(tallies)}"
+            )
+
+
+def _most_common(tallies: list[_Tally]) -> str:
     reasons: Counter[str] = sum((t.reasons for t in tallies), Counter())
-    listed = "; ".join(f"{n}x {reason}" for reason, n in reasons.most_common(NUM_REASONS))
-    if rejected:
-        log.warning("prompts: %d of %d rejected: %s", rejected, tried, listed)
-    if rejected > max_rejected * tried:
-        raise ValueError(
-            f"{rejected} of {tried} conversations are rejected, more than data.max_rejected "
-            f"({max_rejected:g}): {listed}"
-        )
+    return "; ".join(f"{n}x {reason}" for reason, n in reasons.most_common(NUM_REASONS))
 
 
 def _write(folder: Path, rows: list[dict[str, Any]], tallies: list[_Tally], tokenizer: Any) -> None:

@@ -23,7 +23,7 @@ from specfit.training.launch import launch
 from specfit.training.loop import Documents, Listed, StateSource, train
 from specfit.training.objective import DraftObjective
 from specfit.training.runlog import EVALS, STEPS, RunLog
-from specfit_kernels.floors import GFLOP, matmul_gflops
+from specfit_kernels.floors import speed
 
 VERSION = 1
 log = logging.getLogger(__name__)
@@ -46,14 +46,23 @@ class TrainJob:
     wandb_project: str | None
 
 
-def run(job: TrainJob, *, num_processes: int) -> None:
-    """Writes model.safetensors, config.json, train_log.jsonl, evals.jsonl and train.json."""
-    parse_loss(job.config.loss)
-    if job.config.packs_per_step % num_processes:
+def check(config: TrainConfig, num_processes: int) -> None:
+    """Refuses what could not be trained, before hours go into what it would be trained on.
+
+    Raises:
+        ValueError: the loss is not known, or the processes cannot share the packs evenly.
+    """
+    parse_loss(config.loss)
+    if config.packs_per_step % num_processes:
         raise ValueError(
             f"train.packs_per_step must be a multiple of runtime.num_processes ({num_processes}), "
-            f"got {job.config.packs_per_step}"
+            f"got {config.packs_per_step}"
         )
+
+
+def run(job: TrainJob, *, num_processes: int) -> None:
+    """Writes model.safetensors, config.json, train_log.jsonl, evals.jsonl and train.json."""
+    check(job.config, num_processes)
     launch(_work, num_processes, job)
     drop_states(job.folder)
 
@@ -130,23 +139,23 @@ def _write_figures(job: TrainJob, head: Eagle3, documents: Documents, progress: 
     num_entries = job.config.epochs * sum(documents.train_lengths)
     per_chain = job.config.ttt_steps * layer - keys_values
     flops = 6.0 * (num_chains * per_chain + num_entries * (head.fc.weight.numel() + keys_values))
-    seconds = progress.seconds
-    config = head.config
-    write_json(
-        job.folder / "train.json",
-        {
-            "num_steps": progress.step,
-            "num_tokens": num_chains,
-            "seconds": seconds,
-            "tokens_per_second": num_chains / seconds,
-            "kept_step": progress.best_step,
-            "kept_acceptance_length": max(row["acceptance_length"] for row in evals),
-            "num_parameters": sum(p.numel() for p in head.parameters()),
-            "achieved_gflops": flops / seconds / GFLOP,
-            "matmul_gflops": matmul_gflops(
-                max(1, num_chains // progress.step), config.intermediate_size, config.hidden_size
-            ),
-            "loss": job.config.loss,
-            "ttt_steps": job.config.ttt_steps,
-        },
+    figures: dict[str, object] = {
+        "num_steps": progress.step,
+        "num_tokens": num_chains,
+        "kept_step": progress.best_step,
+        "kept_acceptance_length": max(row["acceptance_length"] for row in evals),
+        "num_parameters": sum(p.numel() for p in head.parameters()),
+        "loss": job.config.loss,
+        "ttt_steps": job.config.ttt_steps,
+    }
+    figures |= speed(
+        num_tokens=num_chains,
+        flops=flops,
+        seconds=progress.seconds,
+        shape=(
+            max(1, num_chains // progress.step),
+            head.config.intermediate_size,
+            head.config.hidden_size,
+        ),
     )
+    write_json(job.folder / "train.json", figures)

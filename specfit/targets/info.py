@@ -28,6 +28,7 @@ class TargetInfo:
     quantization: str | None  # the scheme of the checkpoint, None for plain weights
     dtype: str  # of the computation
     num_parameters: int
+    num_active_parameters: int  # that one token runs through: of experts, those it is routed to
     bos_id: int | None
     eos_ids: list[int]  # tokens that end an answer
 
@@ -35,12 +36,20 @@ class TargetInfo:
         """As JSON values."""
         return asdict(self)
 
+    def forward_flops(self, num_tokens: int, num_logits: int) -> float:
+        """Operations of the products with weights: all layers for each token, the head for some.
+
+        Attention between tokens is not counted; it is small beside them in contexts this short.
+        """
+        head = self.vocab_size * self.hidden_size
+        layers = self.num_active_parameters - head * (1 if self.tied_embeddings else 2)
+        return 2.0 * (layers * num_tokens + head * num_logits)
+
     @property
     def default_aux_layers(self) -> list[int]:
         """The layers whose input every engine reads by default: [2, n // 2, n - 3].
 
-        Raises:
-            ValueError: the target has too few layers for three distinct ones.
+        Where these coincide, [n // 4, n // 2, n - 1]; a target of one or two layers has fewer.
         """
         n = self.num_layers
         layers = [2, n // 2, n - 3]
@@ -95,9 +104,19 @@ def read_info(model: Any, *, name: str, tokenizer: Any, quantization: str | None
         quantization=quantization,
         dtype=str(model.dtype).removeprefix("torch."),
         num_parameters=sum(p.numel() for p in model.parameters()),
+        num_active_parameters=_num_active_parameters(model, config),
         bos_id=tokenizer.bos_token_id,
         eos_ids=_eos_ids(model, tokenizer),
     )
+
+
+def _num_active_parameters(model: Any, config: Any) -> int:
+    routed = getattr(config, "num_experts_per_tok", None)
+    total = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    share = routed / total if routed and total else 1.0
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    rest = sum(p.numel() for p in model.parameters()) - experts
+    return rest + round(share * experts)
 
 
 def _intermediate_size(config: Any) -> int:

@@ -74,8 +74,8 @@ def load(config: TargetConfig, location: Location, device: torch.device) -> Targ
         # transformers makes them up, with a warning.
         missing = sorted(notes["missing_keys"])
         raise ValueError(
-            f"target.path: {location.folder} lacks {len(missing)} tensors, {missing[0]} among them; "
-            "copy or download it again"
+            f"target.path: {location.folder} lacks {len(missing)} of the model's tensors, such as "
+            f"{missing[0]}; copy or download it again"
         )
     model = model.to(device).eval().requires_grad_(False)
     info = read_info(

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from specfit.files import append_jsonl, read_jsonl, write_text
+from specfit.files import append_jsonl, dumps, read_jsonl, write_text
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +28,7 @@ class RunLog:
             if path.exists():
                 rows = read_jsonl(path, tolerate_truncated_tail=True)
                 kept = [row for row in rows if row["step"] <= step]
-                write_text(path, "")
-                append_jsonl(path, kept)
+                write_text(path, "".join(dumps(row) + "\n" for row in kept))
 
     def step(self, row: dict[str, Any]) -> None:
         """One optimizer step."""

@@ -1,0 +1,56 @@
+"""Figures of a mix, by hand."""
+
+import math
+
+import pytest
+
+from specfit.mix import mixed_acceptance_length, mixed_interval
+from specfit_serve.stats import DecodeStats, Round
+
+
+def stats(*kept: int) -> DecodeStats:
+    return DecodeStats.from_rounds([Round(0, 3, k) for k in kept], 3)
+
+
+def test_a_mix_is_tokens_over_rounds_and_no_mean_of_lengths():
+    # A request of `code` takes 12 tokens in 4 rounds, one of `chat` 12 tokens in 12 rounds.
+    # Of four requests three are code: 3 * 12 + 12 tokens in 3 * 4 + 12 rounds.
+    found = mixed_acceptance_length(
+        {"code": [stats(2, 2, 2, 2)], "chat": [stats(*[0] * 12)]}, {"code": 3.0, "chat": 1.0}
+    )
+    assert found == pytest.approx(48 / 24)
+    assert found != pytest.approx((3 * 3.0 + 1 * 1.0) / 4)  # the mean weighted by requests
+
+
+def test_a_component_counts_by_its_weight_however_many_requests_were_measured():
+    weights = {"code": 0.5, "chat": 0.5}
+    one = {"code": [stats(2, 2)], "chat": [stats(0, 0, 0)]}
+    many = {"code": [stats(2, 2)] * 7, "chat": [stats(0, 0, 0)]}
+    assert mixed_acceptance_length(one, weights) == pytest.approx(9 / 5)
+    assert mixed_acceptance_length(many, weights) == pytest.approx(9 / 5)
+
+
+def test_a_component_without_requests_is_left_out():
+    weights = {"code": 0.1, "chat": 0.9}
+    assert mixed_acceptance_length({"code": [stats(2, 1)], "chat": []}, weights) == 2.5
+
+
+def test_nothing_measured_is_not_a_number():
+    assert math.isnan(mixed_acceptance_length({"code": []}, {"code": 1.0}))
+
+
+def test_the_interval_holds_the_mix_and_narrows_with_confidence():
+    of = {"code": [stats(*k) for k in ((3, 1), (0,), (2, 2, 0), (1,))], "chat": [stats(0, 1)] * 3}
+    weights = {"code": 2.0, "chat": 1.0}
+    settings = {"num_bootstrap": 400, "seed": 0}
+    wide = mixed_interval(of, weights, confidence=0.95, **settings)
+    narrow = mixed_interval(of, weights, confidence=0.5, **settings)
+    length = mixed_acceptance_length(of, weights)
+    assert wide[0] < narrow[0] < length < narrow[1] < wide[1]
+
+
+def test_requests_that_are_all_alike_leave_no_interval():
+    found = mixed_interval(
+        {"code": [stats(2, 1)] * 5}, {"code": 1.0}, num_bootstrap=50, confidence=0.95, seed=0
+    )
+    assert found == pytest.approx((2.5, 2.5))
