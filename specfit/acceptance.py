@@ -85,6 +85,7 @@ def component_row(
 
 def mix_row(
     measured: Mapping[str, Sequence[Measured]],
+    timed: Mapping[str, Sequence[Timed]],
     weights: Mapping[str, float],
     intervals: Intervals,
 ) -> dict[str, Any]:
@@ -95,22 +96,24 @@ def mix_row(
     row = _row("all", first, sum(everything[1:], everything[0]), len(everything))
     if len({own[0].temperature for own in measured.values()}) > 1:
         row["temperature"] = None
-    low, high = mixed_interval(
-        stats,
-        weights,
-        num_bootstrap=intervals.num_bootstrap,
-        confidence=intervals.confidence,
-        seed=intervals.seed,
-    )
+    if row["num_rounds"]:
+        low, high = mixed_interval(
+            stats,
+            weights,
+            num_bootstrap=intervals.num_bootstrap,
+            confidence=intervals.confidence,
+            seed=intervals.seed,
+        )
+        row |= {
+            "acceptance_length": mixed_acceptance_length(stats, weights),
+            "acceptance_length_low": low,
+            "acceptance_length_high": high,
+        }
     # By position a mix has no one figure here: its rounds are weighted, not counted.
     for name in ("acceptance_by_position", "conditional_acceptance"):
         del row[name]
-    return row | {
-        "acceptance_length": mixed_acceptance_length(stats, weights),
-        "acceptance_length_low": low,
-        "acceptance_length_high": high,
-        "num_looped": sum(m.loop_start is not None for own in measured.values() for m in own),
-    }
+    row["num_looped"] = sum(m.loop_start is not None for own in measured.values() for m in own)
+    return row | _mixed_speed(timed, weights)
 
 
 def _row(component: str, first: Measured, stats: DecodeStats, num_prompts: int) -> dict[str, Any]:
@@ -170,4 +173,25 @@ def _speed(timed: Sequence[Timed]) -> dict[str, Any]:
         "tokens_per_second_low": min(rates),
         "tokens_per_second_high": max(rates),
         "draft_time_share": draft / seconds,
+    }
+
+
+def _mixed_speed(
+    timed: Mapping[str, Sequence[Timed]], weights: Mapping[str, float]
+) -> dict[str, Any]:
+    """Of the mix; low and high if every prompt were its component's slowest, or its fastest."""
+    speeds: dict[str, dict[str, float]] = {name: _speed(own) for name, own in timed.items()}
+    if not all(speeds.values()):
+        return {}
+    # By component, tokens of the requests that one request of the mix stands for.
+    tokens = {n: weights[n] * sum(t.num_tokens for t in own) / len(own) for n, own in timed.items()}
+
+    def rate(figure: str) -> float:
+        return sum(tokens.values()) / sum(tokens[n] / speeds[n][figure] for n in tokens)
+
+    names = ("tokens_per_second", "tokens_per_second_low", "tokens_per_second_high")
+    seconds = {n: tokens[n] / speeds[n]["tokens_per_second"] for n in tokens}
+    draft = sum(seconds[n] * speeds[n]["draft_time_share"] for n in tokens)
+    return {name: rate(name) for name in names} | {
+        "draft_time_share": draft / sum(seconds.values())
     }

@@ -11,9 +11,10 @@ import pytest
 import tiny_runs
 import tiny_targets
 
-from specfit import artifacts
+from specfit import artifacts, pipeline
+from specfit_data.sources import Format, Source
 
-STAGES = "target prompts generate fit extract train measure export report".split()
+STAGES = ["target", "prompts", "generate", "fit", "extract", "train", "measure", "export", "report"]
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "qwen3_moe"])
@@ -193,26 +194,25 @@ def test_weights_of_the_target_change_everything(small, tmp_path):
     assert changed(small, f"target.path={other}") == STAGES
 
 
-TWO = "profile.components=[{{name:x,weight:{},sources:[mine]}},{{name:y,sources:[other]}}]"
-
-
 def test_weights_of_the_profile_change_the_fit(small):
-    data = next(w.partition("=")[2] for w in small if w.startswith("data.sources.mine.path"))
-    other = f"+data.sources.other={{path:{data},format:messages,licence:own,limit:30}}"
-    before = tiny_runs.keys(small, other, TWO.format(1))
-    after = tiny_runs.keys(small, other, TWO.format(3))
-    assert before["fit"] != after["fit"]
-    assert before["target"] == after["target"]
+    cfg = tiny_runs.composed(small)
+    before = pipeline.recipes(cfg)
+    cfg.profile.components[0].weight = 2.0
+    after = pipeline.recipes(cfg)
+    assert before["fit"].params["weights"] != after["fit"].params["weights"]
+    assert before["fit"].key != after["fit"].key
+    assert before["target"].key == after["target"].key
 
 
 def test_a_source_that_the_profile_does_not_name_changes_nothing(small, tmp_path):
-    other = tiny_targets.write_conversations(tmp_path / "other.jsonl", 3)
-    source = f"+data.sources.other={{path:{other},format:messages,licence:own}}"
-    assert changed(small, source) == []
+    cfg = tiny_runs.composed(small)
+    before = pipeline.recipes(cfg)
+    cfg.data.sources["other"] = Source(str(tmp_path / "none.jsonl"), Format.messages, "own")
+    assert pipeline.recipes(cfg) == before
 
 
 def test_status_makes_nothing(small):
-    rows = tiny_runs.pipeline.status(tiny_runs.composed(small))
+    rows = pipeline.status(tiny_runs.composed(small))
     assert [(row.stage, row.state) for row in rows] == [(stage, "missing") for stage in STAGES]
     root = next(Path(w.partition("=")[2]) for w in small if w.startswith("runtime.root="))
     assert not root.exists()
@@ -224,7 +224,16 @@ def test_a_sweep_shares_what_its_jobs_have_in_common_and_is_compared_in_one_tabl
     root = tmp_path / "root"
     words = [*small, f"runtime.root={root}", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
     done = subprocess.run(
-        [sys.executable, "-m", "specfit", "-m", *words, "stage=measure", "train.ttt_steps=1,2"],
+        [
+            sys.executable,
+            "-m",
+            "specfit",
+            "-m",
+            *words,
+            "stage=measure",
+            "train.ttt_steps=1,2",
+            "measure.max_new_tokens=4",
+        ],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,

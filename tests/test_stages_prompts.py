@@ -137,9 +137,7 @@ def test_rejected_rows_count_against_all_that_were_read_not_those_that_were_take
 
 
 def test_a_limit_of_all_lets_everything_be_rejected_that_is(run):
-    rows, _ = run(
-        {"a": [*chats(60), *[UNKNOWN_ROLE] * 60]}, [("x", 1.0, ["a"])], max_rejected=1.0
-    )
+    rows, _ = run({"a": [*chats(60), *[UNKNOWN_ROLE] * 60]}, [("x", 1.0, ["a"])], max_rejected=1.0)
     assert rows
 
 

@@ -135,8 +135,19 @@ def test_the_batch_size_does_not_change_a_rows_states(architecture, batch_size):
     assert_close(torch.cat(batches), together)
 
 
+def test_positions_count_the_valid_tokens():
+    ids, gap = random_tokens(1, 12), slice(4, 7)
+    valid = torch.ones_like(ids, dtype=torch.bool)
+    valid[0, gap] = False
+    aux, last = tiny("llama").states(ids, valid, [2])
+    short = ids[valid][None]
+    expected_aux, expected_last = tiny("llama").states(short, torch.ones_like(short).bool(), [2])
+    assert_close(aux[valid], expected_aux[0])
+    assert_close(last[valid], expected_last[0])
+
+
 @pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss", "llama"])
-def test_padding_leaves_no_nan_in_half_precision(architecture):
+def test_states_are_of_the_type_that_the_target_computes_in(architecture):
     ids = random_tokens(2, 12)
     valid = torch.ones_like(ids, dtype=torch.bool)
     valid[0, :9] = False
@@ -187,7 +198,9 @@ def test_layer_kinds_without_a_mask_are_refused_by_name(config, kind):
 
 
 def test_a_target_without_rotary_positions_is_refused():
-    model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1))
+    model = AutoModelForCausalLM.from_config(
+        GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1)
+    )
     with pytest.raises(ValueError, match=r"target\.path.*rotary.*GPT2LMHeadModel"):
         read_info(model, name="gpt2", tokenizer=None, quantization=None)
 

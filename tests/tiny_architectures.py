@@ -1,6 +1,7 @@
 """Tiny random targets in memory, of more architectures than `tiny_targets` writes to disk."""
 
 import functools
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,7 +49,8 @@ ARCHITECTURES: dict[str, Any] = CONFIGS | {
 def tiny(architecture: str, dtype: torch.dtype = torch.float32) -> Target:
     """A random target; one object for all tests, so none may change it."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(ARCHITECTURES[architecture], dtype=dtype)
+    config = deepcopy(ARCHITECTURES[architecture])  # the model writes its dtype into it
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     tokenizer = SimpleNamespace(bos_token_id=None, eos_token_id=1)
     info = read_info(
         model.eval().requires_grad_(False),

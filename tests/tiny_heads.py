@@ -72,7 +72,7 @@ class Speculator:
 
 
 def make_speculator(target: Target, draft_vocab_size: int = 200, **config: Any) -> Speculator:
-    """A head started from `target`, with norms that are no longer ones."""
+    """A head started from `target`, that also reads embeddings and whose norms are not ones."""
     settings = SpeculatorConfig(draft_vocab_size=draft_vocab_size, **config)
     generator = torch.Generator().manual_seed(7)
     counts = torch.rand(target.info.vocab_size, generator=generator)
@@ -84,6 +84,9 @@ def make_speculator(target: Target, draft_vocab_size: int = 200, **config: Any) 
             if isinstance(module, RMSNorm):
                 noise = torch.rand(module.weight.shape, generator=generator)
                 module.weight.copy_(0.5 + noise)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            of_embeddings = getattr(head.layer.self_attn, name).weight[:, : target.info.hidden_size]
+            of_embeddings.normal_(0, 0.3, generator=generator)
     return Speculator(target, head.eval(), vocab)
 
 

@@ -1,5 +1,7 @@
 """Configurations of the whole path on a tiny target: composed as the command line composes them."""
 
+import copy
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +15,7 @@ from specfit.artifacts import Artifact, ArtifactStore
 CONF = Path(__file__).parents[1] / "conf"
 SMALL = [
     "data=local",
-    "data.num_train=10",
+    "data.num_train=8",
     "data.num_validation=2",
     "data.num_test=3",
     "profile.name=tiny",
@@ -26,7 +28,7 @@ SMALL = [
     "train.pack_tokens=128",
     "train.evals=1",
     "measure.num_draft_tokens=[2]",
-    "measure.max_new_tokens=16",
+    "measure.max_new_tokens=12",
     "measure.num_timed=1",
     "measure.num_bootstrap=50",
     "runtime.device=cpu",
@@ -48,6 +50,11 @@ def overrides(root: Path, target: Path, data: Path, *more: str) -> list[str]:
 
 def composed(words: Sequence[str]) -> config.RunConfig:
     """The configuration that the command line makes of `words`."""
+    return copy.deepcopy(_composed(tuple(words)))
+
+
+@functools.cache
+def _composed(words: tuple[str, ...]) -> config.RunConfig:
     config.register()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return config.typed(compose("config", overrides=list(words)))

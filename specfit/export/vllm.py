@@ -76,35 +76,46 @@ def read(folder: Path) -> tuple[Eagle3, DraftVocab]:
     Raises:
         ValueError: a tensor or key that vLLM needs is missing or of another shape.
     """
-    values = json.loads((folder / "config.json").read_text())
-    if values["architectures"] != [ARCHITECTURE]:
-        raise ValueError(f"{folder}/config.json: architectures must be [{ARCHITECTURE}]")
-    config = Eagle3Config(
-        hidden_size=values["hidden_size"],
-        intermediate_size=values["intermediate_size"],
-        num_heads=values["num_attention_heads"],
-        num_kv_heads=values["num_key_value_heads"],
-        head_dim=values["head_dim"],
-        vocab_size=values["vocab_size"],
-        draft_vocab_size=values["draft_vocab_size"],
-        aux_layers=tuple(values["eagle_aux_hidden_state_layer_ids"]),
-        max_position_embeddings=values["max_position_embeddings"],
-        rms_norm_eps=values["rms_norm_eps"],
-        hidden_act=values["hidden_act"],
-        rope_parameters=values["rope_parameters"],
-        **{flag: values[flag] for flag in _FLAGS},
-    )
+    config = _read_config(folder / "config.json")
+    path = folder / "model.safetensors"
     tensors = {}
-    with safe_open(folder / "model.safetensors", "pt") as file:
+    with safe_open(path, "pt") as file:
         for name in file.keys():  # noqa: SIM118
             tensors[name.replace("midlayer.", "layers.0.")] = file.get_tensor(name)
-    missing = [name for name in ("d2t", "t2d") if name not in tensors]
-    if missing:
-        raise ValueError(f"{folder}/model.safetensors: {', '.join(missing)} missing")
+    for name, size in (("d2t", config.draft_vocab_size), ("t2d", config.vocab_size)):
+        if name not in tensors:
+            raise ValueError(f"{path}: {name} missing")
+        if tensors[name].shape != (size,):
+            shape = list(tensors[name].shape)
+            raise ValueError(f"{path}: {name} must have shape [{size}], got {shape}")
     vocab = DraftVocab(tensors.pop("d2t"), tensors.pop("t2d"))
     head = Eagle3(config)
     try:
         head.load_state_dict({name: t.to(torch.float32) for name, t in tensors.items()})
     except RuntimeError as error:
-        raise ValueError(f"{folder}/model.safetensors: {error}") from error
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     return head.eval(), vocab
+
+
+def _read_config(path: Path) -> Eagle3Config:
+    values = json.loads(path.read_text())
+    if values.get("architectures") != [ARCHITECTURE]:
+        raise ValueError(f"{path}: architectures must be [{ARCHITECTURE}]")
+    try:
+        return Eagle3Config(
+            hidden_size=values["hidden_size"],
+            intermediate_size=values["intermediate_size"],
+            num_heads=values["num_attention_heads"],
+            num_kv_heads=values["num_key_value_heads"],
+            head_dim=values["head_dim"],
+            vocab_size=values["vocab_size"],
+            draft_vocab_size=values["draft_vocab_size"],
+            aux_layers=tuple(values["eagle_aux_hidden_state_layer_ids"]),
+            max_position_embeddings=values["max_position_embeddings"],
+            rms_norm_eps=values["rms_norm_eps"],
+            hidden_act=values["hidden_act"],
+            rope_parameters=values["rope_parameters"],
+            **{flag: values[flag] for flag in _FLAGS},
+        )
+    except KeyError as error:
+        raise ValueError(f"{path}: {error.args[0]} missing") from error

@@ -81,6 +81,11 @@ def duration(seconds: Number | None) -> str:
     return f"{seconds:.1f} s"
 
 
+def is_all(share: Number | None) -> bool | None:
+    """Whether a share is the whole; None of one that was not measured."""
+    return None if share is None else share == 1
+
+
 def yes_no(value: bool | None) -> str:
     """A statement that was checked, or was not."""
     return NOT_MEASURED if value is None else "yes" if value else "no"

@@ -9,6 +9,7 @@ from specfit.report.figures import (
     NOT_MEASURED,
     duration,
     estimate,
+    is_all,
     number,
     share,
     yes_no,
@@ -192,7 +193,7 @@ def export(parity: list[Record], manifest: Record) -> Section:
     rows: list[list[Cell]] = [
         [
             row["engine"],
-            yes_no(row.get("drafted_tokens_equal")),
+            yes_no(is_all(row.get("drafted_tokens_equal"))),
             NOT_MEASURED
             if row.get("max_logit_difference") is None
             else f"{row['max_logit_difference']:.2g}",

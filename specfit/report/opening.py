@@ -10,6 +10,7 @@ from specfit.report.figures import (
     Estimate,
     compare,
     count,
+    is_all,
     ratio,
     share,
     yes_no,
@@ -123,10 +124,10 @@ def _equality_tile(measured: Acceptance) -> Tile:
 
 def _parity_tile(parity: list[Any]) -> Tile:
     label = "Exports that draft the same tokens"
-    checks = {row["engine"]: row.get("drafted_tokens_equal") for row in parity}
+    checks = {row["engine"]: is_all(row.get("drafted_tokens_equal")) for row in parity}
     if not checks:
         return Tile(label, NOT_MEASURED, ["nothing was exported"])
-    num_equal = sum(check == 1 for check in checks.values())
+    num_equal = sum(check is True for check in checks.values())
     details = [f"{engine}: {yes_no(check)}" for engine, check in checks.items()]
     return Tile(label, f"{num_equal} of {len(checks)}", details)
 

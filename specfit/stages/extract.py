@@ -11,7 +11,7 @@ from specfit.config import ExtractConfig
 from specfit.files import append_jsonl, require_free, write_json
 from specfit.states.codec import bytes_per_token
 from specfit.states.compute import compute
-from specfit.states.documents import read_documents
+from specfit.states.documents import Document, read_documents
 from specfit.states.store import index_rows, plan_shards, shard_name, write_shard
 from specfit.targets.target import Target
 from specfit_kernels.floors import speed
@@ -34,16 +34,7 @@ def run(
         ValueError: no answer begins within `config.max_tokens`.
         DiskFull: the disk cannot hold the whole; said before anything is written.
     """
-    documents = read_documents(
-        answers.file("answers.jsonl"),
-        max_tokens=config.max_tokens,
-        splits=("train", "validation"),
-    )
-    if not documents:
-        raise ValueError(
-            f"extract.max_tokens must reach into the answers, got {config.max_tokens}: nothing of "
-            "them is left to learn from"
-        )
+    documents = _documents(answers, config)
     # Neighbours of one length pad little.
     documents.sort(key=lambda d: (d.num_tokens, d.id))
     shards = plan_shards(documents, config.shard_tokens)
@@ -89,3 +80,17 @@ def run(
         ),
     )
     write_json(folder / "store.json", figures)
+
+
+def _documents(answers: Artifact, config: ExtractConfig) -> list[Document]:
+    documents = read_documents(
+        answers.file("answers.jsonl"),
+        max_tokens=config.max_tokens,
+        splits=("train", "validation"),
+    )
+    if not documents:
+        raise ValueError(
+            f"extract.max_tokens must reach into the answers, got {config.max_tokens}: nothing of "
+            "them is left to learn from"
+        )
+    return documents

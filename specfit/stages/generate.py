@@ -55,6 +55,7 @@ def run(
             raise ValueError(
                 "generate.on_policy must be true: no conversation of the data has an answer"
             )
+        (folder / "journal.jsonl").unlink(missing_ok=True)  # of a killed run
         append_jsonl(folder / "journal.jsonl", rows)
     _finish(folder, figures)
 

@@ -60,19 +60,21 @@ class _Bench:
             speculator.file("config.json"), speculator.file("model.safetensors"), target.device
         )
         longest = max(len(row["prompt_ids"]) for row in conversations)
-        self.max_length = min(
-            longest + config.max_new_tokens + max(config.num_draft_tokens),
-            target.info.max_position_embeddings,
+        # Where the target's context ends answers, it ends those of all ways at the same token.
+        self.max_tokens = min(
+            longest + config.max_new_tokens,
+            target.info.max_position_embeddings - max(config.num_draft_tokens),
         )
         self._slots: SlotTarget | None = None
 
-    def slots(self, num_slots: int) -> SlotTarget:
+    def slots(self, num_slots: int, num_draft_tokens: int) -> SlotTarget:
         """One cache at a time: a new size replaces the old."""
-        if self._slots is None or self._slots.num_slots != num_slots:
+        size = (num_slots, self.max_tokens + num_draft_tokens)
+        if self._slots is None or (self._slots.num_slots, self._slots.max_length) != size:
             self._slots = SlotTarget(
                 self.target,
                 num_slots=num_slots,
-                max_length=self.max_length,
+                max_length=size[1],
                 aux_layers=list(self.head.config.aux_layers),
             )
         return self._slots
@@ -90,7 +92,7 @@ class _Bench:
                     self.vocab,
                     self.target.embeddings.weight.detach(),
                     num_slots=num_slots,
-                    max_length=self.max_length,
+                    max_length=self.max_tokens + max(self.config.num_draft_tokens),
                 )
 
     def temperature(self, way: _Pass, component: str) -> float:
@@ -116,7 +118,7 @@ class _Bench:
             seed=self.seed,
         )
         for answer in decode(
-            self.slots(num_slots),
+            self.slots(num_slots, way.num_draft_tokens),
             self.proposer(way.proposer, num_slots),
             requests,
             settings,
@@ -310,17 +312,18 @@ def _rows(
             for d in differences
             if (d["proposer"], d["num_draft_tokens"]) == (way.proposer, way.num_draft_tokens)
         }
+        of_way = [t for t in timed if _is_of(bench, way, asdict(t))]
+        times = {name: [t for t in of_way if t.component == name] for name in by_component}
         equal: dict[str, bool | None] = {}
         for name, found in by_component.items():
-            of_time = [t for t in timed if t.component == name and _is_of(bench, way, asdict(t))]
-            row = component_row(found, of_time, intervals)
+            row = component_row(found, times[name], intervals)
             greedy = found[0].temperature == 0 and way.proposer != "none"
             equal[name] = name not in different if greedy else None
             if way.proposer == "eagle3":
                 row["coverage"] = _coverage(bench, found)
             yield row | {"outputs_equal_plain": equal[name]}
         known = [value for value in equal.values() if value is not None]
-        yield mix_row(by_component, weights, intervals) | {
+        yield mix_row(by_component, times, weights, intervals) | {
             "outputs_equal_plain": all(known) if known else None
         }
 

@@ -11,7 +11,7 @@ from specfit.files import require_free, write_json
 from specfit.targets.load import convert, load
 from specfit.targets.locate import Location
 
-VERSION = 1
+VERSION = 2
 log = logging.getLogger(__name__)
 
 

@@ -113,9 +113,9 @@ def read_info(model: Any, *, name: str, tokenizer: Any, quantization: str | None
 def _num_active_parameters(model: Any, config: Any) -> int:
     routed = getattr(config, "num_experts_per_tok", None)
     total = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    share = routed / total if routed and total else 1.0
-    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-    rest = sum(p.numel() for p in model.parameters()) - experts
+    share: float = routed / total if routed and total else 1.0
+    experts: int = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    rest: int = sum(p.numel() for p in model.parameters()) - experts
     return rest + round(share * experts)
 
 

@@ -42,6 +42,5 @@ def _for_attention(config: Any, looks: Tensor) -> Tensor:
     """SDPA takes True where one looks; eager attention adds, and would add True as 1."""
     if config._attn_implementation != "eager":
         return looks
-    lowest = torch.finfo(config.dtype or torch.float32).min
-    # Not -inf: a padded query sees nothing, and its NaN would spread through the values.
-    return torch.zeros_like(looks, dtype=config.dtype or torch.float32).masked_fill(~looks, lowest)
+    dtype = config.dtype or torch.float32
+    return torch.zeros_like(looks, dtype=dtype).masked_fill(~looks, torch.finfo(dtype).min)

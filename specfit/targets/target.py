@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,18 @@ class HiddenStates:
 class _Captured:
     aux: dict[int, Tensor] = field(default_factory=dict)
     last: Tensor | None = None
+
+    def note_aux(
+        self, i: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """A hook before layer `i`."""
+        self.aux[i] = args[0] if args else kwargs["hidden_states"]
+
+    def note_last(self, aux_layer: int | None, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        """A hook before the final norm, whose input may count as an aux layer too."""
+        self.last = args[0]
+        if aux_layer is not None:
+            self.aux[aux_layer] = args[0]
 
 
 class Target:
@@ -106,21 +119,10 @@ class Target:
     def captured(self, aux_layers: list[int]) -> Iterator[_Captured]:
         """Collects, during the forward passes inside, the states of the latest one."""
         found = _Captured()
-
-        def note_aux(i: int) -> Any:
-            def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                found.aux[i] = args[0] if args else kwargs["hidden_states"]
-
-            return hook
-
-        def note_last(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            found.last = args[0]
-            if self.info.num_layers in aux_layers:
-                found.aux[self.info.num_layers] = args[0]
-
-        handles = [self.final_norm.register_forward_pre_hook(note_last)]
+        top = self.info.num_layers if self.info.num_layers in aux_layers else None
+        handles = [self.final_norm.register_forward_pre_hook(partial(found.note_last, top))]
         handles += [
-            self.layers[i].register_forward_pre_hook(note_aux(i), with_kwargs=True)
+            self.layers[i].register_forward_pre_hook(partial(found.note_aux, i), with_kwargs=True)
             for i in aux_layers
             if i < self.info.num_layers
         ]

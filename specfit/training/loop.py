@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from accelerate import Accelerator
@@ -28,6 +28,7 @@ from specfit_serve.stats import DecodeStats
 log = logging.getLogger(__name__)
 
 
+@runtime_checkable
 class Listed(Protocol):
     """What is known of a document before its states are read."""
 
@@ -44,6 +45,7 @@ class Listed(Protocol):
         """Prompt and answer."""
 
 
+@runtime_checkable
 class StateSource(Protocol):
     """A store, or states made on the fly."""
 
@@ -189,6 +191,12 @@ def _evaluate(
             num_draft_tokens=config.eval_draft_tokens,
             embeddings=objective.embeddings,
             target_ids=objective.target_ids,
+        )
+    # What has no round (no answer, or answers of one token) has no acceptance length either.
+    stats = {name: own for name, own in stats.items() if any(s.num_rounds for s in own)}
+    if not stats:
+        raise ValueError(
+            "data.num_validation must be larger: no validation answer has more than one token"
         )
     length = mixed_acceptance_length(stats, documents.weights)
     low, high = mixed_interval(
