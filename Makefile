@@ -7,12 +7,12 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 
 .DEFAULT_GOAL := help
-.PHONY: help fit test test-all lint clean
+.PHONY: help fit table test test-all lint clean
 
 help: ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
 
-fit: export OMP_NUM_THREADS ?= $(CORES)
+fit table: export OMP_NUM_THREADS ?= $(CORES)
 fit: export TOKENIZERS_PARALLELISM ?= false
 fit: $(STAMP) ## run specfit; make fit ARGS='stage=train train.lr=1e-3' passes it options
 	@$(BIN)/specfit $(ARGS)
@@ -24,6 +24,9 @@ test: $(STAMP) ## the tests, but those that take minutes
 
 test-all: $(STAMP) ## all tests
 	$(BIN)/python -m pytest -m ''
+
+table: $(STAMP) ## the README's table of results, from the default job
+	@$(BIN)/python tests/readme_table.py "$$($(BIN)/specfit $(ARGS) | tail -n 1)"
 
 lint: $(STAMP) ## style, formatting and types
 	$(BIN)/ruff check .

@@ -113,7 +113,7 @@ def mix_row(
     for name in ("acceptance_by_position", "conditional_acceptance"):
         del row[name]
     row["num_looped"] = sum(m.loop_start is not None for own in measured.values() for m in own)
-    return row | _mixed_speed(timed, weights)
+    return row | _mixed_speed(stats, timed, weights)
 
 
 def _row(component: str, first: Measured, stats: DecodeStats, num_prompts: int) -> dict[str, Any]:
@@ -167,29 +167,35 @@ def _speed(timed: Sequence[Timed]) -> dict[str, Any]:
         return {}
     draft = sum(t.draft_seconds for t in timed)
     seconds = draft + sum(t.target_seconds for t in timed)
-    rates = [t.num_tokens / (t.draft_seconds + t.target_seconds) for t in timed]
-    return {
+    figures = {
         "tokens_per_second": sum(t.num_tokens for t in timed) / seconds,
-        "tokens_per_second_low": min(rates),
-        "tokens_per_second_high": max(rates),
         "draft_time_share": draft / seconds,
     }
+    if len(timed) > 1:
+        rates = [t.num_tokens / (t.draft_seconds + t.target_seconds) for t in timed]
+        figures |= {"tokens_per_second_low": min(rates), "tokens_per_second_high": max(rates)}
+    return figures
 
 
 def _mixed_speed(
-    timed: Mapping[str, Sequence[Timed]], weights: Mapping[str, float]
+    stats: Mapping[str, Sequence[DecodeStats]],
+    timed: Mapping[str, Sequence[Timed]],
+    weights: Mapping[str, float],
 ) -> dict[str, Any]:
     """Of the mix; low and high if every prompt were its component's slowest, or its fastest."""
     speeds: dict[str, dict[str, float]] = {name: _speed(own) for name, own in timed.items()}
     if not all(speeds.values()):
         return {}
-    # By component, tokens of the requests that one request of the mix stands for.
-    tokens = {n: weights[n] * sum(t.num_tokens for t in own) / len(own) for n, own in timed.items()}
+    # By component, tokens of the requests that one request of the mix stands for: of the answers
+    # measured, since those timed are cut short.
+    tokens = {n: weights[n] * sum(s.num_tokens for s in stats[n]) / len(stats[n]) for n in timed}
 
     def rate(figure: str) -> float:
         return sum(tokens.values()) / sum(tokens[n] / speeds[n][figure] for n in tokens)
 
-    names = ("tokens_per_second", "tokens_per_second_low", "tokens_per_second_high")
+    names = ["tokens_per_second"]
+    if all("tokens_per_second_low" in speed for speed in speeds.values()):
+        names += ["tokens_per_second_low", "tokens_per_second_high"]
     seconds = {n: tokens[n] / speeds[n]["tokens_per_second"] for n in tokens}
     draft = sum(seconds[n] * speeds[n]["draft_time_share"] for n in tokens)
     return {name: rate(name) for name in names} | {

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -207,7 +207,7 @@ def _make(recipe: Recipe, path: Path, make: Callable[[Path], None], min_free_byt
             "files": files,
             "packages": {name: _package_version(name) for name in PACKAGES},
             "git_revision": _git_revision(),
-            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": round(seconds, 3),  # of the last attempt, when there were several
             "resumed": resumed,
         }
@@ -262,7 +262,7 @@ def _usage(folder: Path) -> tuple[int, datetime]:
                 size, latest = size + stat.st_size, max(latest, stat.st_mtime)
     with suppress(FileNotFoundError):
         latest = max(latest, folder.stat().st_mtime)
-    return size, datetime.fromtimestamp(latest, timezone.utc)
+    return size, datetime.fromtimestamp(latest, UTC)
 
 
 @functools.cache

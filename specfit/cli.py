@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import is_dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import get_type_hints
 
@@ -40,8 +40,10 @@ USER_ERRORS = (
 def main() -> None:
     """Runs the command line; exits with 2 after an error of the user's, 130 after Ctrl-C."""
     # OpenMP's waiting threads otherwise burn the cores that other work on the machine needs, and
-    # then wait for it in turn: ten times slower beside one busy process. Read when torch loads.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # then wait for it in turn: ten times slower beside one busy process. So few rounds cost nothing
+    # when alone; not to wait at all costs a third. Read when torch loads.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing its own pages
     try:
         _app()
@@ -76,7 +78,7 @@ def _job(cfg: config.RunConfig) -> None:
     from specfit import pipeline
 
     if cfg.stage is config.Stage.status:
-        sys.stdout.write(status_table(pipeline.status(cfg), datetime.now(timezone.utc)))
+        sys.stdout.write(status_table(pipeline.status(cfg), datetime.now(UTC)))
         return
     artifact = pipeline.run(cfg)
     assert artifact is not None

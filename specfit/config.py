@@ -1,5 +1,6 @@
 """The configuration, as types: a key that is not a field below is an error."""
 
+import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 
@@ -175,7 +176,7 @@ class SpeculatorConfig:
     """The draft head: EAGLE-3, one decoder layer over fused states of the target."""
 
     name: str = "eagle3"
-    draft_vocab_size: int = 8192  # tokens that can be drafted, chosen by frequency in the answers
+    draft_vocab_size: int = 8192  # tokens that can be drafted, the commonest in answers and prompts
     aux_layers: list[int] | None = None  # None: [2, n // 2, n - 3] of n layers
     init: Init = Init.target
     # The flags of EAGLE-3.1. All off is the portable preset that every engine serves.
@@ -209,6 +210,9 @@ class TrainConfig:
     step_decay: float = 0.8  # weight of step s in the loss: step_decay ** s
     # A sum of kl, tv, lk and ce, each with an optional factor: `lk`, `0.5*kl+0.5*tv`.
     loss: str = "kl"
+    # Keep the target's own rows: rare tokens stay as good as they are there, and a third of the
+    # head's products is saved. Worth training with much more data than tokens in the vocabulary.
+    freeze_lm_head: bool = True
     epochs: int = 8
     pack_tokens: int = 2048  # tokens a pack: documents side by side that do not see each other
     packs_per_step: int = 1  # packs an optimizer step, over all processes
@@ -233,6 +237,9 @@ class TrainConfig:
             )
         for name in ("lr", "max_grad_norm", "step_decay"):
             _require(getattr(self, name) > 0, f"train.{name}", "be positive", getattr(self, name))
+        _require(self.weight_decay >= 0, "train.weight_decay", "be at least 0", self.weight_decay)
+        pair = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        _require(pair, "train.betas", "be two numbers in [0, 1)", self.betas)
         for name in ("min_lr_share", "warmup_share"):
             value = getattr(self, name)
             _require(0 <= value <= 1, f"train.{name}", "lie in [0, 1]", value)
@@ -254,8 +261,12 @@ class MeasureConfig:
     ngram_max: int = 4
 
     def __post_init__(self) -> None:
-        for k in self.num_draft_tokens:
-            _require(k >= 1, "measure.num_draft_tokens", "be at least 1 each", k)
+        ks = self.num_draft_tokens
+        distinct = len(set(ks)) == len(ks) > 0 and min(ks) >= 1
+        _require(distinct, "measure.num_draft_tokens", "be distinct numbers from 1 on", ks)
+        temperatures = self.temperatures
+        distinct = temperatures is None or len(set(temperatures)) == len(temperatures) > 0
+        _require(distinct, "measure.temperatures", "be null or distinct numbers", temperatures)
         for name in ("max_new_tokens", "batch_size", "num_timed", "num_bootstrap", "ngram_min"):
             _require(
                 getattr(self, name) >= 1, f"measure.{name}", "be at least 1", getattr(self, name)
@@ -292,7 +303,17 @@ class RuntimeConfig:
     num_processes: int = 1  # of training
     wandb: bool = False  # log training to Weights & Biases, offline without a key
     wandb_project: str = "specfit"
-    min_free_gb: float = 1.0  # gigabytes that a stage leaves free on the disk
+    min_free_gb: float = 1.0  # GiB that must be free before a stage starts
+
+    def __post_init__(self) -> None:
+        _require(
+            self.num_processes >= 1, "runtime.num_processes", "be at least 1", self.num_processes
+        )
+        _require(self.num_threads >= 0, "runtime.num_threads", "be at least 0", self.num_threads)
+        known = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None
+        _require(known, "runtime.device", "be auto, cpu, cuda or cuda:N", self.device)
+        one = self.num_processes == 1 or ":" not in self.device
+        _require(one, "runtime.device", "have no index with several processes", self.device)
 
 
 @dataclass

@@ -43,20 +43,20 @@ def recipes(cfg: RunConfig) -> dict[str, Recipe]:
 
 def status(cfg: RunConfig) -> list[StatusRow]:
     """How every stage stands; nothing is made."""
-    path = _Path(cfg)
+    path = _Path(cfg, download=False)
     return store_status(path.store, path.recipes)
 
 
 class _Path:
     """The stages of one configuration. Each is made when it is first asked for."""
 
-    def __init__(self, cfg: RunConfig) -> None:
-        train.check(cfg.train, cfg.runtime.num_processes)
+    def __init__(self, cfg: RunConfig, *, download: bool = True) -> None:
+        train.check(cfg.train, cfg.speculator, cfg.runtime.num_processes)
         self.cfg = cfg
         self.device = device_of(cfg.runtime.device)
         self.store = ArtifactStore(Path(cfg.runtime.root), int(cfg.runtime.min_free_gb * GIB))
         digests = self.store.root / "digests.json"
-        self.location = locate(cfg.target, digests=digests)
+        self.location = locate(cfg.target, digests=digests, download=download)
         self.recipes = recipes_of(cfg, self.location, digests)
         self.weights = {c.name: c.weight for c in cfg.profile.components}
 
@@ -114,7 +114,7 @@ class _Path:
 
     @cached_property
     def fit(self) -> Artifact:
-        answers = self.generate
+        conversations, answers = self.prompts, self.generate
         return self._make(
             "fit",
             lambda folder: fit.run(
@@ -122,6 +122,7 @@ class _Path:
                 profile=self.cfg.profile,
                 draft_vocab_size=self.cfg.speculator.draft_vocab_size,
                 max_tokens=self.cfg.extract.max_tokens,
+                prompts=conversations,
                 answers=answers,
                 info=self.info,
             ),
@@ -167,7 +168,10 @@ class _Path:
                     answers=answers,
                     vocab=vocab,
                     states=states,
-                    open_target=self.open_target,
+                    # One process uses what is in memory; several open it each.
+                    open_target=(lambda: self.loaded)
+                    if runtime.num_processes == 1
+                    else self.open_target,
                     wandb_project=runtime.wandb_project if runtime.wandb else None,
                 ),
                 num_processes=runtime.num_processes,

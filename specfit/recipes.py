@@ -1,6 +1,7 @@
 """What decides the result of each stage: the configuration that counts, and its inputs."""
 
 import hashlib
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from specfit.config import ExtractMode, RunConfig, Stage
 from specfit.stages import export, extract, fit, generate, measure, prompts, report, target, train
 from specfit.targets.load import device_of, dtype_name
 from specfit.targets.locate import Location, file_digest
-from specfit_data.sources import local_file
+from specfit_data.sources import commit_of, local_file
 
 
 def recipes_of(cfg: RunConfig, location: Location, digests: Path) -> dict[str, Recipe]:
@@ -32,7 +33,7 @@ def recipes_of(cfg: RunConfig, location: Location, digests: Path) -> dict[str, R
         "draft_vocab_size": cfg.speculator.draft_vocab_size,
         "max_tokens": cfg.extract.max_tokens,
     }
-    add(Stage.fit, fit.VERSION, vocab, "generate")
+    add(Stage.fit, fit.VERSION, vocab, "prompts generate")
     states = {k: v for k, v in asdict(cfg.extract).items() if k != "mode"}
     if not online:
         layers = {"aux_layers": cfg.speculator.aux_layers}
@@ -77,9 +78,13 @@ def _data(cfg: RunConfig, digests: Path) -> dict[str, Any]:
     used = sorted({name for c in cfg.profile.components for name in c.sources})
     sources = {name: data["sources"][name] for name in used if name in data["sources"]}
     for name, values in sources.items():
-        path = local_file(cfg.data.sources[name], name)
+        source = cfg.data.sources[name]
+        path = local_file(source, name)
         if path is not None:
             values["path"] = f"sha256:{file_digest(path, digests)}"
+        elif re.fullmatch(r"[0-9a-f]{40}", source.revision) is None:
+            # A branch moves: what is read, and counts, is the commit that it is at now.
+            values["revision"] = source.revision = commit_of(source, name)
     components = [(c.name, c.weight, c.sources) for c in cfg.profile.components]
     return data | {"sources": sources, "components": components, "seed": cfg.seed}
 

@@ -13,7 +13,7 @@ COLUMNS = "| traffic | proposer | acceptance length, k = {k} | tokens/s | equal 
 
 def table(report: dict[str, Any]) -> str:
     """Markdown: one row a component and proposer, figures with their intervals."""
-    rows = report["measure"]["acceptance"]["rows"]
+    rows = report["acceptance"]["rows"]
     k = max(row["num_draft_tokens"] for row in rows)
     lines = [COLUMNS.format(k=k), "|---|---|---|---|---|"]
     lines += [_line(row) for row in rows if row["component"] != "all"]

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -204,7 +204,7 @@ def test_status_makes_nothing(run, tmp_path):
 
 
 def test_a_status_table_is_aligned():
-    now = datetime(2026, 1, 2, tzinfo=timezone.utc)
+    now = datetime(2026, 1, 2, tzinfo=UTC)
     rows = [
         StatusRow("fit", "0123456789abcdef", 1023, "made", now - timedelta(seconds=59)),
         StatusRow("train", "fedcba9876543210", 3 << 29, "partial", now - timedelta(hours=30)),

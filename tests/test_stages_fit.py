@@ -34,7 +34,15 @@ def info(words):
 def fitted(tmp_path, info):
     """Runs the stage on answers of (component, split, prompt, answer); the target has EOS 1."""
 
-    def fitted(answers, weights, size, folder="out", max_tokens=100):
+    def fitted(answers, weights, size, folder="out", max_tokens=100, texts=()):
+        def write_prompts(to):
+            own = [*((name, []) for name in weights), *texts]
+            rows = [
+                {"component": name, "split": "train", "prompt_ids": ids, "reference_ids": None}
+                for name, ids in own
+            ]
+            (to / "conversations.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+
         def write(to):
             rows = [
                 {
@@ -57,6 +65,7 @@ def fitted(tmp_path, info):
             profile=profile,
             draft_vocab_size=size,
             max_tokens=max_tokens,
+            prompts=store.get_or_make(Recipe("prompts", 1, {"folder": folder}, {}), write_prompts),
             answers=store.get_or_make(Recipe("generate", 1, {"folder": folder}, {}), write),
             info=info,
         )
@@ -131,3 +140,9 @@ def test_an_export_that_drafts_otherwise_than_the_trained_head_is_an_error(words
     with pytest.raises(ValueError, match="the exported head is not the trained one"):
         tiny_runs.run(words, "stage=export")
     assert tiny_runs.artifacts(words)["export"] is None
+
+
+def test_tokens_of_prompts_come_after_those_of_answers_and_before_those_never_seen(fitted):
+    answers = [("a", "train", [9], [40, 41]), ("a", "validation", [9], [40])]
+    ids, _ = fitted(answers, {"a": 1.0}, 4, texts=[("a", [300])])
+    assert ids == [1, 40, 41, 300]

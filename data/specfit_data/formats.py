@@ -205,7 +205,7 @@ def _message(turn: Row, role: str, content: Any) -> Message:
         content=_text(content),
         tool_calls=tuple(_tool_call(call) for call in calls),
         tool_call_id=turn.get("tool_call_id"),
-        reasoning=next((turn[k] for k in REASONING_KEYS if turn.get(k)), None),
+        reasoning=next((_text(turn[k]) for k in REASONING_KEYS if turn.get(k)), None),
         learn=bool(turn.get("loss", True)),
     )
 

@@ -9,6 +9,7 @@ import gzip
 import importlib.metadata
 import importlib.resources
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -92,6 +93,21 @@ def read(name: str, source: Source) -> "Iterator[Conversation | Rejected]":
             yield conversation(row, source, name)
         except FormatError as error:
             yield Rejected(where, str(error))
+
+
+def commit_of(source: Source, name: str) -> str:
+    """The commit that `source.revision` of a hub set is now.
+
+    Raises:
+        FileNotFoundError: there is no such set, or the hub is out of reach.
+    """
+    from huggingface_hub import HfApi
+
+    repo = "/".join(source.path.removeprefix("hub:").split("/")[:2])
+    try:
+        return str(HfApi().dataset_info(repo, revision=source.revision).sha)
+    except (OSError, ValueError) as error:
+        raise _unreachable(source, name, error) from error
 
 
 def read_rows(source: Source, name: str) -> Iterator[tuple[str, Row]]:
@@ -188,6 +204,13 @@ def _unreachable(source: Source, name: str, error: Exception) -> FileNotFoundErr
 
 
 def _file_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    try:
+        yield from _rows_of(path)
+    except (EOFError, UnicodeDecodeError, zlib.error, gzip.BadGzipFile, csv.Error) as error:
+        raise ValueError(f"{path} is broken: {error}") from error
+
+
+def _rows_of(path: Path) -> Iterator[tuple[str, Row]]:
     suffixes = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
     match suffixes:
         case ".jsonl.gz" | ".json.gz":
@@ -203,15 +226,23 @@ def _file_rows(path: Path) -> Iterator[tuple[str, Row]]:
                 for row in table:
                     yield f"{path}:{table.line_num}", cast(Row, row)
         case ".parquet":
-            from pyarrow.parquet import ParquetFile
-
-            rows = (row for batch in ParquetFile(path).iter_batches() for row in batch.to_pylist())
-            for row_idx, row in enumerate(rows):
-                yield f"{path}:{row_idx}", row
+            yield from _parquet_rows(path)
         case _:
             raise ValueError(
                 f"{path} must end in .jsonl, .json, .jsonl.gz, .json.gz, .csv or .parquet"
             )
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    from pyarrow import ArrowInvalid
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        rows = (row for batch in ParquetFile(path).iter_batches() for row in batch.to_pylist())
+        for row_idx, row in enumerate(rows):
+            yield f"{path}:{row_idx}", row
+    except ArrowInvalid as error:
+        raise ValueError(f"{path} is broken: {error}") from error
 
 
 def _json_rows(lines: TextIOBase, path: Path) -> Iterator[tuple[str, Row]]:

@@ -31,7 +31,7 @@ def training(
         ["optimizer steps", number(train.get("num_steps"))],
         ["kept after step", number(train.get("kept_step"))],
         ["time", duration(train.get("seconds"))],
-        ["loss at the end, nats", number(last.get("loss"), 3)],
+        ["loss at the end", number(last.get("loss"), 3)],
         ["accuracy at the end, by drafting step", accuracy],
     ]
     blocks: list[Block] = [images["training"]] if "training" in images else []
@@ -159,7 +159,7 @@ def throughput(stages: dict[str, Record | None]) -> Section:
         rows.append(
             [
                 name,
-                number(record.get("num_tokens")),
+                number(record.get("num_timed_tokens")),
                 duration(record.get("seconds")),
                 number(record.get("tokens_per_second"), 1),
                 number(achieved, 1),

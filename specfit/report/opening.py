@@ -153,8 +153,9 @@ def _table(measured: Acceptance, request_shares: dict[str, float]) -> Table:
     level = "" if measured.confidence is None else f"{100 * measured.confidence:g} % "
     return Table(
         f"By kind of traffic at k = {measured.num_draft_tokens}. In parentheses, the {level}"
-        f"interval. {MIX}: the mix that the profile describes. Fastest: of those whose intervals "
-        "meet, any may be.",
+        "interval, and of tokens/s the range of the prompts timed. "
+        f"{MIX}: the mix that the profile describes. Fastest: of those whose intervals meet, any "
+        "may be.",
         [
             Column("component"),
             Column("temperature", numeric=True),

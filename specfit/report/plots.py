@@ -90,7 +90,7 @@ def training_plot(
         loss, accuracy, length = figure.subplots(3, 1, sharex=True)
         steps = [row["step"] for row in log]
         loss.plot(steps, [row["loss"] for row in log], color=INK, linewidth=1.1)
-        loss.set(ylabel="loss, nats")
+        loss.set(ylabel="loss")
         _accuracies(accuracy, steps, log)
         _evals(length, evals, kept_step)
         for axes in (loss, accuracy, length):

@@ -42,7 +42,7 @@ def head_config(config: SpeculatorConfig, info: TargetInfo) -> Eagle3Config:
         aux_layers=tuple(aux_layers_of(config, info)),
         max_position_embeddings=info.max_position_embeddings,
         rms_norm_eps=info.rms_norm_eps,
-        hidden_act=info.hidden_act,
+        hidden_act="silu",  # of every engine's EAGLE-3 layer, whatever the target has
         rope_parameters=info.rope_parameters,
         norm_before_residual=config.norm_before_residual,
         norm_before_fc=config.norm_before_fc,

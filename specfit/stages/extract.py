@@ -78,6 +78,8 @@ def run(
             target.info.intermediate_size,
             target.info.hidden_size,
         ),
+        device=target.device,
+        dtype=target.model.dtype,
     )
     write_json(folder / "store.json", figures)
 

@@ -20,7 +20,8 @@ from specfit_kernels.floors import speed
 from specfit_serve.decode import Decoded, DecodeSettings, Request, decode
 from specfit_serve.ngram import NoProposer
 
-VERSION = 1
+VERSION = 2
+FIGURES = "generate.json"  # written last
 log = logging.getLogger(__name__)
 
 
@@ -43,21 +44,18 @@ def run(
         prompts: the conversations.
         target: answers them.
     """
+    if (folder / FIGURES).exists():
+        return  # an earlier run was killed after its last line
     conversations = [
         row for row in read_jsonl(prompts.file("conversations.jsonl")) if row["split"] != "test"
     ]
-    if config.on_policy:
-        figures = _answer(folder, config, temperatures, seed, conversations, target)
-    else:
-        figures = {"num_looped": 0, "seconds": 0.0, "finish_reasons": {}}
-        rows = [_reference(row) for row in conversations if row["reference_ids"]]
-        if not rows:
-            raise ValueError(
-                "generate.on_policy must be true: no conversation of the data has an answer"
-            )
-        (folder / "journal.jsonl").unlink(missing_ok=True)  # of a killed run
-        append_jsonl(folder / "journal.jsonl", rows)
-    _finish(folder, figures)
+    references: list[dict[str, Any]] = []
+    if not config.on_policy:
+        # Validation answers are the target's in any case: they stand for what it would verify.
+        references = _references([row for row in conversations if row["split"] == "train"], target)
+        conversations = [row for row in conversations if row["split"] == "validation"]
+    figures = _answer(folder, config, temperatures, seed, conversations, target)
+    _finish(folder, references, figures)
 
 
 def _answer(
@@ -96,7 +94,14 @@ def _answer(
     seconds = perf_counter() - started
     flops = target.info.forward_flops(num_prompt_tokens + num_tokens, num_tokens)
     shape = (config.batch_size, target.info.intermediate_size, target.info.hidden_size)
-    return speed(num_tokens=num_tokens, flops=flops, seconds=seconds, shape=shape)
+    return speed(
+        num_tokens=num_tokens,
+        flops=flops,
+        seconds=seconds,
+        shape=shape,
+        device=target.device,
+        dtype=target.model.dtype,
+    )
 
 
 def _decoded(
@@ -143,6 +148,27 @@ def _row(conversation: dict[str, Any], answer: Decoded) -> dict[str, Any]:
     }
 
 
+def _references(conversations: list[dict[str, Any]], target: Target) -> list[dict[str, Any]]:
+    """The data's own answers.
+
+    Raises:
+        ValueError: there are none, or one does not fit the target's context.
+    """
+    rows = [_reference(row) for row in conversations if row["reference_ids"]]
+    if not rows:
+        raise ValueError(
+            "generate.on_policy must be true: no conversation of the data has an answer"
+        )
+    context = target.info.max_position_embeddings
+    longest = max(len(row["input_ids"]) for row in rows)
+    if longest > context:
+        raise ValueError(
+            f"data.max_prompt_tokens must be smaller: with its answer, a conversation has "
+            f"{longest} tokens, more than the target's context of {context}"
+        )
+    return rows
+
+
 def _reference(conversation: dict[str, Any]) -> dict[str, Any]:
     kept = ("id", "component", "source", "split")
     return {name: conversation[name] for name in kept} | {
@@ -153,10 +179,11 @@ def _reference(conversation: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _finish(folder: Path, figures: dict[str, Any]) -> None:
+def _finish(folder: Path, references: list[dict[str, Any]], figures: dict[str, Any]) -> None:
     """Leaves looping answers out, orders the rest, and counts."""
     journal = folder / "journal.jsonl"
-    rows = sorted(read_jsonl(journal, tolerate_truncated_tail=True), key=lambda row: row["id"])
+    answers = read_jsonl(journal, tolerate_truncated_tail=True) if journal.exists() else []
+    rows = sorted([*answers, *references], key=lambda row: row["id"])
     kept = [row for row in rows if row["finish_reason"] != "repetition"]
     if not kept:
         raise ValueError(f"generate: all {len(rows)} answers loop; try generate.temperature=0.7")
@@ -171,8 +198,8 @@ def _finish(folder: Path, figures: dict[str, Any]) -> None:
         "finish_reasons": Counter(row["finish_reason"] for row in rows),
         "rows": [_count(rows, component, split) for component, split in groups],
     }
-    write_json(folder / "generate.json", figures)
-    journal.unlink()
+    write_json(folder / FIGURES, figures)
+    journal.unlink(missing_ok=True)
     log.info(
         "generate: %d answers, %d tokens, %d dropped since they loop, %.0f tokens/s",
         *(len(kept), num_tokens, len(rows) - len(kept), figures.get("tokens_per_second") or 0),

@@ -261,7 +261,10 @@ def _timed(bench: _Bench, way: _Pass, answer: Decoded) -> Timed:
 
 
 def _differences(bench: _Bench, measured: list[Measured]) -> list[dict[str, Any]]:
-    """Where a greedy speculative answer leaves the plain one, and by how little."""
+    """Where a greedy speculative answer leaves the plain one.
+
+    `margin` is the target's logit of plain's token minus that of the other.
+    """
     plain = {m.id: m for m in measured if m.proposer == "none" and m.temperature == 0}
     found = []
     for m in measured:
@@ -272,7 +275,9 @@ def _differences(bench: _Bench, measured: list[Measured]) -> list[dict[str, Any]
         context = bench.by_id[m.id]["prompt_ids"] + plain[m.id].tokens[:position]
         ids = torch.tensor([context], device=bench.target.device)
         _, last = bench.target.states(ids, torch.ones_like(ids, dtype=torch.bool), [])
-        first, second = bench.target.logits(last[0, -1]).topk(2).values.tolist()
+        logits = bench.target.logits(last[0, -1])
+        plain_token, token = _at(plain[m.id].tokens, position), _at(m.tokens, position)
+        both = plain_token is not None and token is not None
         found.append(
             {
                 "component": m.component,
@@ -280,9 +285,9 @@ def _differences(bench: _Bench, measured: list[Measured]) -> list[dict[str, Any]
                 "num_draft_tokens": m.num_draft_tokens,
                 "id": m.id,
                 "position": position,
-                "margin": first - second,
-                "plain_token": _at(plain[m.id].tokens, position),
-                "token": _at(m.tokens, position),
+                "margin": float(logits[plain_token] - logits[token]) if both else None,
+                "plain_token": plain_token,
+                "token": token,
             }
         )
     return found

@@ -80,6 +80,8 @@ class _Pool:
         def conversations() -> Iterator[Conversation]:
             for found in islice(read(name, self.source), MAX_ROWS):
                 tally.num_rows += 1
+                if tally.num_rows == MAX_ROWS:
+                    log.warning("prompts: only the first %d rows of %s are read", MAX_ROWS, name)
                 if isinstance(found, Rejected):
                     tally.num_unreadable += 1
                     tally.reasons[found.reason] += 1
@@ -129,6 +131,15 @@ def run(
 
 
 def _check_sources(data: DataConfig, profile: ProfileConfig) -> None:
+    owner: dict[str, str] = {}
+    for component in profile.components:
+        for name in component.sources:
+            if name in owner:
+                raise ValueError(
+                    f"profile.components: source {name} must be in one component, it is in "
+                    f"{owner[name]} and {component.name}"
+                )
+            owner[name] = component.name
     for i, component in enumerate(profile.components):
         key = f"profile.components[{i}].sources"
         unknown = [name for name in component.sources if name not in data.sources]

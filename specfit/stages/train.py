@@ -8,7 +8,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from specfit.artifacts import Artifact
-from specfit.config import ExtractConfig, SpeculatorConfig, TrainConfig
+from specfit.config import ExtractConfig, Init, SpeculatorConfig, TrainConfig
 from specfit.draft_vocab import DraftVocab
 from specfit.files import read_jsonl, require_free, write_json
 from specfit.speculators.eagle3 import Eagle3
@@ -26,6 +26,7 @@ from specfit.training.runlog import EVALS, STEPS, RunLog
 from specfit_kernels.floors import speed
 
 VERSION = 1
+FIGURES = "train.json"  # written last
 log = logging.getLogger(__name__)
 
 
@@ -46,13 +47,16 @@ class TrainJob:
     wandb_project: str | None
 
 
-def check(config: TrainConfig, num_processes: int) -> None:
+def check(config: TrainConfig, speculator: SpeculatorConfig, num_processes: int) -> None:
     """Refuses what could not be trained, before hours go into what it would be trained on.
 
     Raises:
-        ValueError: the loss is not known, or the processes cannot share the packs evenly.
+        ValueError: the loss is not known, the processes cannot share the packs evenly, or random
+            rows would be frozen.
     """
     parse_loss(config.loss)
+    if config.freeze_lm_head and speculator.init is Init.random:
+        raise ValueError("train.freeze_lm_head must be false with speculator.init=random")
     if config.packs_per_step % num_processes:
         raise ValueError(
             f"train.packs_per_step must be a multiple of runtime.num_processes ({num_processes}), "
@@ -62,8 +66,9 @@ def check(config: TrainConfig, num_processes: int) -> None:
 
 def run(job: TrainJob, *, num_processes: int) -> None:
     """Writes model.safetensors, config.json, train_log.jsonl, evals.jsonl and train.json."""
-    check(job.config, num_processes)
-    launch(_work, num_processes, job)
+    check(job.config, job.speculator, num_processes)
+    if not (job.folder / FIGURES).exists():  # else a run was killed after its last line
+        launch(_work, num_processes, job)
     drop_states(job.folder)
 
 
@@ -73,6 +78,7 @@ def _work(job: TrainJob) -> None:
     vocab = DraftVocab.load(job.vocab.file("draft_vocab.safetensors"))
     head = Eagle3(head_config(job.speculator, target.info))
     initialize(head, target, vocab, job.speculator.init, job.seed)
+    head.lm_head.requires_grad_(not job.config.freeze_lm_head)
     num_parameters = sum(p.numel() for p in head.parameters())
     # Weights and two moments, twice while one state replaces another, and the kept head.
     require_free(job.folder, num_parameters * 4 * 3 * 2, "the states to resume training from")
@@ -133,8 +139,10 @@ def _write_figures(job: TrainJob, head: Eagle3, documents: Documents, progress: 
     rows = read_jsonl(job.folder / STEPS)
     evals = read_jsonl(job.folder / EVALS)
     num_chains = sum(row["tokens"] for row in rows)
-    layer = sum(p.numel() for p in head.layer.parameters()) + head.lm_head.weight.numel()
-    # Forward and backward are three products a weight; keys, values and `fc` run on every token.
+    layer: float = sum(p.numel() for p in head.layer.parameters())
+    # Three products a weight: forward, and the gradients of what goes in and of the weight, which
+    # a frozen one does without. Keys, values and `fc` run on every token.
+    layer += head.lm_head.weight.numel() * (2 / 3 if job.config.freeze_lm_head else 1)
     keys_values = 2 * head.layer.self_attn.k_proj.weight.numel()
     num_entries = job.config.epochs * sum(documents.train_lengths)
     per_chain = job.config.ttt_steps * layer - keys_values
@@ -157,5 +165,6 @@ def _write_figures(job: TrainJob, head: Eagle3, documents: Documents, progress: 
             head.config.intermediate_size,
             head.config.hidden_size,
         ),
+        device=head.fc.weight.device,
     )
-    write_json(job.folder / "train.json", figures)
+    write_json(job.folder / FIGURES, figures)

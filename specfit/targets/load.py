@@ -22,10 +22,22 @@ _LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, Saf
 
 
 def device_of(name: str) -> torch.device:
-    """`auto` is the first GPU, or the CPU where there is none."""
+    """`auto` is the first GPU, or the CPU where there is none.
+
+    Raises:
+        ValueError: there is no such device.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"runtime.device must be on this machine, got {name}; it has "
+            f"{torch.cuda.device_count()} CUDA devices"
+        )
+    if device.index is not None:
+        torch.cuda.set_device(device)  # for accelerate, which asks for the current one
+    return device
 
 
 def dtype_name(name: str, device: torch.device) -> str:
@@ -41,9 +53,7 @@ def load(config: TargetConfig, location: Location, device: torch.device) -> Targ
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if device.type == "cpu":
-        # Grouped queries without copying keys and values once a head: eight times faster here.
-        os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
+    _prepare(device)
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     quantization = None
     if location.gguf_file:
@@ -88,8 +98,7 @@ def load_converted(folder: Path, info: TargetInfo, device: torch.device) -> Targ
     """A target from the safetensors copy that `convert` wrote of a GGUF file."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if device.type == "cpu":
-        os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
+    _prepare(device)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, info.dtype))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return Target(model.to(device).eval().requires_grad_(False), tokenizer, info)
@@ -123,6 +132,15 @@ def check_gguf(path: Path) -> str:
         name = tensor.tensor_type.name
         sizes[name] = sizes.get(name, 0) + int(tensor.n_elements)
     return f"gguf:{max(sizes, key=lambda name: sizes[name])}"
+
+
+def _prepare(device: torch.device) -> None:
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    if device.type == "cpu":
+        # Grouped queries without copying keys and values once a head: eight times faster here.
+        os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
 
 
 def _dequantize() -> Any:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,12 +25,13 @@ class Location:
     identity: str  # changes when the weights do: sha256 of the files, or hub id @ commit
 
 
-def locate(target: TargetConfig, *, digests: Path | None = None) -> Location:
+def locate(target: TargetConfig, *, digests: Path | None = None, download: bool = True) -> Location:
     """Finds a target, downloading it from the hub when it is a hub id.
 
     Args:
         target: `path` is `package:NAME/FILE`, a .gguf file, a folder, or a hub id, tried in turn.
         digests: a JSON file that remembers the sha256 of large files by size and time.
+        download: false: a hub id must have been downloaded before.
 
     Raises:
         FileNotFoundError: no such file or folder.
@@ -48,7 +50,7 @@ def locate(target: TargetConfig, *, digests: Path | None = None) -> Location:
         return _folder(path, _patterns(target), digests)
     if target.path.startswith(("/", "./", "../", "~")) or target.path.count("/") > 1:
         raise FileNotFoundError(f"target.path: no such file or folder: {target.path}")
-    return _hub(target, digests)
+    return _hub(target, digests, download)
 
 
 def _in_package(path: str) -> Path:
@@ -84,13 +86,18 @@ def _folder(path: Path, patterns: list[str], digests: Path | None) -> Location:
     return Location(path, None, "sha256:" + hashlib.sha256(json.dumps(names).encode()).hexdigest())
 
 
-def _hub(target: TargetConfig, digests: Path | None) -> Location:
+def _hub(target: TargetConfig, digests: Path | None, download: bool) -> Location:
     from huggingface_hub import snapshot_download
 
     patterns = [target.gguf_file, "*.json", "*.jinja"] if target.gguf_file else _patterns(target)
     try:
         folder = Path(
-            snapshot_download(target.path, revision=target.revision, allow_patterns=patterns)
+            snapshot_download(
+                target.path,
+                revision=target.revision,
+                allow_patterns=patterns,
+                local_files_only=not download,
+            )
         )
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -114,7 +121,7 @@ def file_digest(path: Path, digests: Path | None) -> str:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digests and stat.st_size > 1 << 20:
         digests.parent.mkdir(parents=True, exist_ok=True)
-        partial = digests.with_suffix(".tmp")
+        partial = digests.with_suffix(f".{os.getpid()}.tmp")
         partial.write_text(json.dumps(known | {stamp: digest}, indent=1))
         partial.replace(digests)
     return digest

@@ -88,10 +88,10 @@ def load_state(folder: Path, head: Eagle3, optimizer: torch.optim.Optimizer) -> 
                 for key, value in tensors.items()
                 if key.startswith("optimizer.") and key.split(".", 2)[2] == name
             }
-            optimizer.state[parameter] = {
-                key: value if key == "step" else value.to(parameter.device)
-                for key, value in state.items()
-            }
+            if state:
+                optimizer.state[parameter] = {
+                    key: value.to(parameter.device) for key, value in state.items()
+                }
     return Progress(**json.loads((whole[-1] / STATE).read_text()))
 
 

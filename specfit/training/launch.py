@@ -3,10 +3,11 @@
 import os
 import socket
 from collections.abc import Callable
+from multiprocessing import get_context
 from typing import Any
 
 import torch
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import ProcessException, spawn
 
 
 def launch(work: Callable[..., None], num_processes: int, *arguments: Any) -> None:
@@ -14,6 +15,9 @@ def launch(work: Callable[..., None], num_processes: int, *arguments: Any) -> No
 
     `accelerate` finds its place in the group from the environment that this sets: NCCL on GPUs,
     gloo on CPUs.
+
+    Raises:
+        ValueError: what a process said of the user's input, or of the disk.
     """
     if num_processes == 1:
         work(*arguments)
@@ -22,8 +26,14 @@ def launch(work: Callable[..., None], num_processes: int, *arguments: Any) -> No
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     threads = max(1, torch.get_num_threads() // num_processes)
-    rest = (num_processes, port, threads, work, arguments)
-    spawn(_rank, args=rest, nprocs=num_processes)  # type: ignore[no-untyped-call]
+    errors = get_context("spawn").SimpleQueue()
+    rest = (num_processes, port, threads, errors, work, arguments)
+    try:
+        spawn(_rank, args=rest, nprocs=num_processes)  # type: ignore[no-untyped-call]
+    except ProcessException as error:
+        if errors.empty():
+            raise
+        raise ValueError(errors.get()) from error
 
 
 def _rank(
@@ -31,6 +41,7 @@ def _rank(
     world: int,
     port: int,
     threads: int,
+    errors: Any,
     work: Callable[..., None],
     arguments: tuple[Any, ...],
 ) -> None:
@@ -45,5 +56,9 @@ def _rank(
     torch.set_num_threads(threads)
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    work(*arguments)
+    try:
+        work(*arguments)
+    except (ValueError, OSError) as error:
+        errors.put(str(error))  # what the user did, or the disk: to be said in one line
+        raise
     torch.distributed.destroy_process_group()

@@ -85,10 +85,11 @@ def train(
     """Trains to the last step of the plan, from wherever an earlier run in this folder got to."""
     head = objective.head
     optimizer = torch.optim.AdamW(
-        head.parameters(),
+        [p for p in head.parameters() if p.requires_grad],
         lr=config.lr,
         betas=(config.betas[0], config.betas[1]),
         weight_decay=config.weight_decay,
+        fused=True,  # one pass over the weights: a quarter of a step of small packs otherwise
     )
     plans = plan_steps(documents.train_lengths, config, seed)
     evals = eval_steps(len(plans), config.evals)
@@ -114,7 +115,7 @@ def train(
             bar.update()
             bar.set_postfix_str(_summary(row, progress))
             if step + 1 in evals:
-                _evaluate(objective, documents, config, seed, vocab, progress, runlog)
+                _evaluate(objective, documents, config, seed, vocab, progress, row["epoch"], runlog)
             if step + 1 in evals or perf_counter() - saved > config.save_every_s:
                 save_state(runlog.folder, head, optimizer, progress)
                 saved = perf_counter()
@@ -179,6 +180,7 @@ def _evaluate(
     seed: int,
     vocab: DraftVocab,
     progress: Progress,
+    epoch: int,
     runlog: RunLog,
 ) -> None:
     """Measures acceptance on the validation conversations; the best head so far is kept."""
@@ -212,6 +214,7 @@ def _evaluate(
     runlog.evaluation(
         {
             "step": progress.step,
+            "epoch": epoch,
             "acceptance_length": length,
             "acceptance_length_low": low,
             "acceptance_length_high": high,
