@@ -30,8 +30,10 @@ def _line(row: dict[str, Any]) -> str:
 def _figure(row: dict[str, Any], key: str, digits: int) -> str:
     if row.get(key) is None:
         return "not measured"
-    low, high = row[f"{key}_low"], row[f"{key}_high"]
-    return f"{row[key]:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+    value = f"{row[key]:.{digits}f}"
+    if row.get(f"{key}_low") is None:
+        return f"{value} (no interval)"
+    return f"{value} ({row[f'{key}_low']:.{digits}f} to {row[f'{key}_high']:.{digits}f})"
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def test_a_job_that_fails_does_not_stop_a_sweep(run, tmp_path):
         ("train.colour=1", "unknown key train.colour; known here: betas, epochs"),
         ("epochs=3", "unknown key epochs; did you mean train.epochs?"),
         ("experimnt=smoke", "unknown key experimnt; did you mean experiment?"),
-        ("stage=trane", "stage: Invalid value 'trane', expected one of [status, prompts"),
+        ("stage=trane", "stage: Invalid value 'trane', expected one of [status, target"),
         ("target=nope", "In 'config': Could not find 'target/nope' Available options in 'target'"),
         ("target=folder", "target.path must be given"),
         ("nonsense", "Error parsing override 'nonsense'"),

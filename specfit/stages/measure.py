@@ -22,10 +22,10 @@ from specfit_serve.decode import Decoded, DecodeSettings, Request, decode
 from specfit_serve.ngram import NgramProposer, NoProposer
 from specfit_serve.protocols import Proposer
 
-VERSION = 1
+VERSION = 2
 log = logging.getLogger(__name__)
 
-TIMED_TOKENS = 64  # decoded alone of each timed prompt
+TIMED_TOKENS = 48  # decoded alone of each timed prompt
 PROPOSERS = ("none", "ngram", "eagle3")
 
 

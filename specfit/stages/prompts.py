@@ -20,7 +20,7 @@ from specfit_data.render import Rendered, Renderer, RenderError
 from specfit_data.sources import Rejected, read
 from specfit_data.splits import split_of, without_duplicates
 
-VERSION = 1
+VERSION = 2
 log = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation", "test")
