@@ -139,25 +139,32 @@ def test_a_mix_has_a_temperature_if_its_components_share_it(temperature, of_mix)
 
 
 def test_a_mix_takes_as_long_as_its_requests_by_their_share():
-    # One request of tools a three of code: 30 tokens in 6 s, and 20 in 2 s.
+    # Code runs at 5 tokens a second, tools at 10. Answers have 2 tokens each, three of code to one
+    # of tools, however long those that were timed.
     times = {
         "code": [timed(10, 1.5, 0.5)],
         "tools": [timed(20, 1.0, 1.0, "tools"), timed(20, 1.5, 0.5, "tools")],
     }
     answers = {name: [measured([(2, 1)], component=name)] for name in times}
     row = mix_row(answers, times, WEIGHTS, INTERVALS)
-    assert row["tokens_per_second"] == pytest.approx(50 / 8)
-    assert row["draft_time_share"] == pytest.approx((3 * 0.5 + 0.75) / 8)
+    assert row["tokens_per_second"] == pytest.approx(8 / (6 / 5 + 2 / 10))
+    assert row["draft_time_share"] == pytest.approx((1.2 * 0.25 + 0.2 * 0.375) / 1.4)
 
 
 def test_the_speed_of_a_mix_lies_between_its_slowest_and_fastest_prompts():
     times = {
         "code": [timed(10, 2.0, 0.0), timed(40, 2.0, 0.0)],  # 5 and 20 tokens a second
-        "tools": [timed(30, 3.0, 0.0, "tools")],
+        "tools": [timed(30, 3.0, 0.0, "tools")] * 2,
     }
     answers = {name: [measured([(2, 1)], component=name)] for name in times}
     row = mix_row(answers, times, WEIGHTS, INTERVALS)
-    # 75 tokens of code and 30 of tools a four requests.
-    assert row["tokens_per_second"] == pytest.approx(105 / (75 / 12.5 + 3))
-    assert row["tokens_per_second_low"] == pytest.approx(105 / (75 / 5 + 3))
-    assert row["tokens_per_second_high"] == pytest.approx(105 / (75 / 20 + 3))
+    # 6 tokens of code and 2 of tools in four requests.
+    assert row["tokens_per_second"] == pytest.approx(8 / (6 / 12.5 + 2 / 10))
+    assert row["tokens_per_second_low"] == pytest.approx(8 / (6 / 5 + 2 / 10))
+    assert row["tokens_per_second_high"] == pytest.approx(8 / (6 / 20 + 2 / 10))
+
+
+def test_one_timed_prompt_has_a_speed_and_no_range():
+    row = component_row([measured([(2, 1)])], [timed(10, 1.5, 0.5)], INTERVALS)
+    assert row["tokens_per_second"] == 5
+    assert "tokens_per_second_low" not in row

@@ -46,7 +46,7 @@ def speed(
     shape: tuple[int, int, int],
     device: torch.device,
     dtype: torch.dtype = torch.float32,
-) -> dict[str, float | None]:
+) -> dict[str, float | int | None]:
     """A stage's figures: its seconds, tokens/s and GFLOP/s beside those of a product of `shape`.
 
     `num_tokens` are those of the `seconds`: after a kill, of the last attempt.

@@ -112,9 +112,7 @@ def _equality_tile(measured: Acceptance) -> Tile:
         rows = (measured.row(measured.head, t) for t in measured.traffic if t.component != MIX)
         compared = [row for row in rows if row and row.get("outputs_equal_plain") is not None]
         num_prompts = sum(row.get("num_prompts") or 0 for row in compared)
-        return Tile(
-            label, "yes", ["token for token,", f"the answers to {count(num_prompts, 'prompt')}"]
-        )
+        return Tile(label, "yes", [f"token for token, on {count(num_prompts, 'prompt')}"])
     mine = [d for d in measured.differences if d["proposer"] == measured.head]
     num_answers = len({(d["component"], d["id"]) for d in mine})
     margins = [d["margin"] for d in mine if d.get("margin") is not None]

@@ -3,17 +3,18 @@
 import logging
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from tqdm import tqdm
 
 from specfit.artifacts import Artifact
 from specfit.config import ExtractConfig
 from specfit.files import append_jsonl, require_free, write_json
-from specfit.states.codec import bytes_per_token
+from specfit.states.codec import EncodedStates, bytes_per_token
 from specfit.states.compute import compute
 from specfit.states.documents import Document, read_documents
 from specfit.states.store import index_rows, plan_shards, shard_name, write_shard
-from specfit.targets.target import Target
+from specfit.targets.target import HiddenStates, Target
 from specfit_kernels.floors import speed
 
 VERSION = 1
@@ -51,12 +52,7 @@ def run(
     started = perf_counter()
     with tqdm(total=to_come, unit="tok", desc="extract") as bar:
         for i in missing:
-            states = []
-            for first in range(0, len(shards[i]), config.batch_size):
-                batch = shards[i][first : first + config.batch_size]
-                states += compute(target, batch, aux_layers, config.dtype)
-                bar.update(sum(d.num_tokens for d in batch))
-            write_shard(folder / shard_name(i), states)
+            write_shard(folder / shard_name(i), _states(target, shards[i], aux_layers, config, bar))
     seconds = perf_counter() - started
     (folder / "documents.jsonl").unlink(missing_ok=True)
     append_jsonl(folder / "documents.jsonl", index_rows(shards))
@@ -82,6 +78,21 @@ def run(
         dtype=target.model.dtype,
     )
     write_json(folder / "store.json", figures)
+
+
+def _states(
+    target: Target,
+    documents: list[Document],
+    aux_layers: list[int],
+    config: ExtractConfig,
+    bar: Any,
+) -> list[tuple[HiddenStates, EncodedStates]]:
+    states = []
+    for first in range(0, len(documents), config.batch_size):
+        batch = documents[first : first + config.batch_size]
+        states += compute(target, batch, aux_layers, config.dtype)
+        bar.update(sum(d.num_tokens for d in batch))
+    return states
 
 
 def _documents(answers: Artifact, config: ExtractConfig) -> list[Document]:

@@ -52,7 +52,7 @@ def run(
     references: list[dict[str, Any]] = []
     if not config.on_policy:
         # Validation answers are the target's in any case: they stand for what it would verify.
-        references = _references([row for row in conversations if row["split"] == "train"], target)
+        references = _references([row for row in conversations if row["split"] == "train"])
         conversations = [row for row in conversations if row["split"] == "validation"]
     figures = _answer(folder, config, temperatures, seed, conversations, target)
     _finish(folder, references, figures)
@@ -148,23 +148,16 @@ def _row(conversation: dict[str, Any], answer: Decoded) -> dict[str, Any]:
     }
 
 
-def _references(conversations: list[dict[str, Any]], target: Target) -> list[dict[str, Any]]:
+def _references(conversations: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The data's own answers.
 
     Raises:
-        ValueError: there are none, or one does not fit the target's context.
+        ValueError: there are none.
     """
     rows = [_reference(row) for row in conversations if row["reference_ids"]]
     if not rows:
         raise ValueError(
             "generate.on_policy must be true: no conversation of the data has an answer"
-        )
-    context = target.info.max_position_embeddings
-    longest = max(len(row["input_ids"]) for row in rows)
-    if longest > context:
-        raise ValueError(
-            f"data.max_prompt_tokens must be smaller: with its answer, a conversation has "
-            f"{longest} tokens, more than the target's context of {context}"
         )
     return rows
 

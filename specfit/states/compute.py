@@ -17,8 +17,17 @@ def compute(
 
     The states have been through `dtype` and back, so that whoever stores them and whoever uses
     them at once see the same numbers. The target's distribution is that of the rounded last state.
+
+    Raises:
+        ValueError: a document is longer than the target's context.
     """
     longest = max(len(document.input_ids) for document in documents)
+    context = target.info.max_position_embeddings
+    if longest > context:
+        raise ValueError(
+            f"extract.max_tokens must be at most the target's context of {context}: a conversation "
+            f"has {longest} tokens"
+        )
     input_ids = torch.zeros(len(documents), longest, dtype=torch.int64)
     valid = torch.zeros(len(documents), longest, dtype=torch.bool)
     for i, document in enumerate(documents):
