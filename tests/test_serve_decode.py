@@ -166,8 +166,6 @@ def test_a_greedy_request_among_sampled_ones_stays_greedy():
 class WitnessProposer(StatelessProposer):
     """Holds what a slot was told, as a head would, and compares it with the sequences."""
 
-    needs_features = True
-
     def __init__(self, target, draft_row):
         super().__init__(draft_row)
         self.target = target

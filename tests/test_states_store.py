@@ -211,3 +211,11 @@ def test_only_the_splits_asked_for_are_read(tmp_path):
     path = answers(tmp_path).file("answers.jsonl")
     found = read_documents(path, max_tokens=100, splits=("validation",))
     assert [document.id for document in found] == ["d3"]
+
+
+def test_a_conversation_beyond_the_context_is_refused():
+    target = tiny("llama")
+    context = target.info.max_position_embeddings
+    long = Document("a", "code", "train", [5] * (context + 1), [(context - 4, context + 1)])
+    with pytest.raises(ValueError, match=rf"extract\.max_tokens must be .* context of {context}:"):
+        compute(target, [long], [1], StateDtype.fp32)

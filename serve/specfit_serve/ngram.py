@@ -13,7 +13,6 @@ class NoProposer:
     """Drafts nothing: every round is one token of the target alone."""
 
     name = "none"
-    needs_features = False
 
     def start(
         self, slot: int, tokens: Sequence[int], features: Float[Tensor, "prompt width"] | None
@@ -83,7 +82,6 @@ class NgramProposer:
     """
 
     name = "ngram"
-    needs_features = False
 
     def __init__(self, min_length: int, max_length: int) -> None:
         if not 1 <= min_length <= max_length:

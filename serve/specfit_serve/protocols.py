@@ -96,10 +96,6 @@ class Proposer(Protocol):
     def name(self) -> str:
         """As it stands in acceptance.json."""
 
-    @property
-    def needs_features(self) -> bool:
-        """Whether the target's features are read; without, `features` may be None."""
-
     def start(
         self, slot: int, tokens: Sequence[int], features: Float[Tensor, "prompt width"] | None
     ) -> None:

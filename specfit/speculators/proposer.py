@@ -22,7 +22,6 @@ class Eagle3Proposer:
     """
 
     name = "eagle3"
-    needs_features = True
 
     def __init__(
         self,

@@ -120,7 +120,7 @@ def _num_active_parameters(model: Any, config: Any) -> int:
 
 
 def _intermediate_size(config: Any) -> int:
-    """Of the dense feed-forward layer; for mixtures of experts what one token runs through."""
+    """Of the feed-forward layer; of all experts a token is routed to, where they have a size."""
     if getattr(config, "moe_intermediate_size", None):
         return int(config.moe_intermediate_size * config.num_experts_per_tok)
     return int(config.intermediate_size)
