@@ -48,7 +48,7 @@ def _evals(evals: list[Record], kept_step: int | None) -> Table:
     rows: list[list[Cell]] = [
         [
             number(row["step"]),
-            number(row.get("epoch"), 1),
+            number(row.get("epoch")),
             estimate(row, "acceptance_length"),
             *(number(row.get("by_component", {}).get(name), 2) for name in components),
             "kept" if row["step"] == kept_step else "",

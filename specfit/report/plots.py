@@ -79,6 +79,17 @@ def measured_plots(folder: Path, measured: Acceptance) -> dict[str, Image]:
     return images
 
 
+def _window(num_steps: int) -> int:
+    return max(1, num_steps // 50)
+
+
+def _smoothed(values: list[Number]) -> list[Number]:
+    """Means over the last `_window` values, over fewer at the start."""
+    window = _window(len(values))
+    parts = [values[max(0, i + 1 - window) : i + 1] for i in range(len(values))]
+    return [sum(part) / len(part) for part in parts]
+
+
 def training_plot(
     folder: Path, log: list[dict[str, Any]], evals: list[dict[str, Any]], kept_step: int | None
 ) -> dict[str, Image]:
@@ -89,7 +100,7 @@ def training_plot(
         figure = Figure(figsize=(WIDTH, 6.2), layout="constrained")
         loss, accuracy, length = figure.subplots(3, 1, sharex=True)
         steps = [row["step"] for row in log]
-        loss.plot(steps, [row["loss"] for row in log], color=INK, linewidth=1.1)
+        loss.plot(steps, _smoothed([row["loss"] for row in log]), color=INK, linewidth=1.1)
         loss.set(ylabel="loss")
         _accuracies(accuracy, steps, log)
         _evals(length, evals, kept_step)
@@ -101,8 +112,8 @@ def training_plot(
         figure,
         "Three line plots over the optimizer steps: loss, accuracy by drafting step, and "
         "acceptance length on validation conversations.",
-        "Training. The kept checkpoint is the one with the longest measured acceptance, with "
-        "intervals in the last panel.",
+        f"Training; loss and accuracy are means over {_window(len(log))} steps. The kept checkpoint "
+        "is the one with the longest measured acceptance, with intervals in the last panel.",
     )
     return {"training": image}
 
@@ -257,7 +268,7 @@ def _accuracies(axes: Axes, steps: list[int], log: list[dict[str, Any]]) -> None
     num_drafting_steps = max(len(row.get("accuracy", [])) for row in log)
     colors = matplotlib.colormaps["viridis"]
     for s in range(num_drafting_steps):
-        values = [row["accuracy"][s] for row in log]
+        values = _smoothed([row["accuracy"][s] for row in log])
         color = colors(0.85 * s / max(1, num_drafting_steps - 1))
         axes.plot(steps, values, color=color, linewidth=1.1, label=f"drafting step {s + 1}")
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
