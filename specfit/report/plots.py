@@ -112,8 +112,8 @@ def training_plot(
         figure,
         "Three line plots over the optimizer steps: loss, accuracy by drafting step, and "
         "acceptance length on validation conversations.",
-        f"Training; loss and accuracy are means over {_window(len(log))} steps. The kept checkpoint "
-        "is the one with the longest measured acceptance, with intervals in the last panel.",
+        f"Training; loss and accuracy are means over {_window(len(log))} steps. The kept "
+        "checkpoint has the longest measured acceptance; intervals are in the last panel.",
     )
     return {"training": image}
 
