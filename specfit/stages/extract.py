@@ -36,8 +36,6 @@ def run(
         DiskFull: the disk cannot hold the whole; said before anything is written.
     """
     documents = _documents(answers, config)
-    # Neighbours of one length pad little.
-    documents.sort(key=lambda d: (d.num_tokens, d.id))
     shards = plan_shards(documents, config.shard_tokens)
     num_tokens = sum(d.num_tokens for d in documents)
     size = bytes_per_token(len(aux_layers) + 1, target.info.hidden_size, config.dtype)

@@ -120,7 +120,6 @@ def _documents(job: TrainJob, target: Target) -> Documents:
             max_tokens=job.extract.max_tokens,
             splits=("train", "validation"),
         )
-        found.sort(key=lambda d: (len(d.input_ids), d.id))
         aux_layers = list(head_config(job.speculator, target.info).aux_layers)
         source = OnlineStates(target, found, aux_layers, job.extract.dtype)
     listed: Sequence[Listed] = source.documents

@@ -38,7 +38,9 @@ class Document:
 def read_documents(path: Path, *, max_tokens: int, splits: Sequence[str]) -> list[Document]:
     """The documents of `splits`, each cut after `max_tokens`; those with nothing left to learn go.
 
-    A cut in the middle of an answer is the same text as far as it goes.
+    A cut in the middle of an answer is the same text as far as it goes. Shortest first, so that
+    neighbours in a batch pad little; the order is the same for a store and on the fly, since
+    training takes documents by their index.
     """
     documents = []
     for row in read_jsonl(path):
@@ -47,4 +49,4 @@ def read_documents(path: Path, *, max_tokens: int, splits: Sequence[str]) -> lis
         if row["split"] in splits and spans:
             ids = row["input_ids"][:max_tokens]
             documents.append(Document(row["id"], row["component"], row["split"], ids, spans))
-    return documents
+    return sorted(documents, key=lambda d: (d.num_tokens, d.id))
