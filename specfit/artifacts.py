@@ -167,6 +167,22 @@ class ArtifactStore:
         log.info("found stage=%s key=%s", recipe.stage, recipe.key)
         return artifact
 
+    @contextmanager
+    def prepared(self, recipe: Recipe) -> Iterator[Path | None]:
+        """The `.partial` folder of `recipe`, for another stage to put in what it comes by anyway.
+
+        Its own stage finds it there, as after a kill. None when the artifact is made already.
+        """
+        path = self.root / recipe.stage / recipe.key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_suffix(".lock")):
+            if self.find(recipe) is not None:
+                yield None
+                return
+            partial = path.with_suffix(".partial")
+            partial.mkdir(exist_ok=True)
+            yield partial
+
 
 def status(store: ArtifactStore, recipes: Mapping[str, Recipe]) -> list[StatusRow]:
     """How the artifacts of `recipes` stand, in their order; nothing is made or created."""

@@ -163,6 +163,9 @@ class ExtractConfig:
     max_tokens: int = 4096  # a conversation is cut after this many
     shard_tokens: int = 16384  # tokens a file
     batch_size: int = 1  # conversations a forward pass; 1 makes store and online bit-equal
+    # Keep the states that generating computes, which are those of a pass of its own to rounding:
+    # that pass is saved. Not hashed.
+    while_generating: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "shard_tokens", "batch_size"):

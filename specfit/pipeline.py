@@ -3,7 +3,8 @@
 import json
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,11 +14,12 @@ import torch
 
 from specfit.artifacts import Artifact, ArtifactStore, Recipe, StatusRow
 from specfit.artifacts import status as store_status
-from specfit.config import ExtractMode, RunConfig
+from specfit.config import ExtractMode, RunConfig, Stage
 from specfit.files import GIB, dumps
 from specfit.recipes import recipes_of
 from specfit.speculators.initialize import aux_layers_of, head_config
 from specfit.stages import export, extract, fit, generate, measure, prompts, report, target, train
+from specfit.states.record import StateRecorder
 from specfit.targets.info import TargetInfo, read_info_file
 from specfit.targets.load import device_of, open_target
 from specfit.targets.locate import locate
@@ -100,17 +102,39 @@ class _Path:
     @cached_property
     def generate(self) -> Artifact:
         conversations = self.prompts
-        return self._make(
-            "generate",
-            lambda folder: generate.run(
+
+        def make(folder: Path) -> None:
+            with self._recorder() as recorder:
+                generate.run(
+                    folder,
+                    config=self.cfg.generate,
+                    temperatures={c.name: c.temperature for c in self.cfg.profile.components},
+                    seed=self.cfg.seed,
+                    prompts=conversations,
+                    target=self.loaded,
+                    recorder=recorder,
+                )
+
+        return self._make("generate", make)
+
+    @contextmanager
+    def _recorder(self) -> Iterator[StateRecorder | None]:
+        """Keeps hidden states while answers are made, for a path that will ask for them."""
+        config = self.cfg.extract
+        stored = config.while_generating and config.mode is ExtractMode.store
+        if not stored or self.cfg.stage.value < Stage.extract.value:
+            yield None
+            return
+        with self.store.prepared(self.recipes["extract"]) as folder:
+            if folder is None:
+                yield None
+                return
+            yield StateRecorder(
                 folder,
-                config=self.cfg.generate,
-                temperatures={c.name: c.temperature for c in self.cfg.profile.components},
-                seed=self.cfg.seed,
-                prompts=conversations,
+                config=config,
+                aux_layers=aux_layers_of(self.cfg.speculator, self.info),
                 target=self.loaded,
-            ),
-        )
+            )
 
     @cached_property
     def fit(self) -> Artifact:

@@ -34,7 +34,8 @@ def recipes_of(cfg: RunConfig, location: Location, digests: Path) -> dict[str, R
         "max_tokens": cfg.extract.max_tokens,
     }
     add(Stage.fit, fit.VERSION, vocab, "prompts generate")
-    states = {k: v for k, v in asdict(cfg.extract).items() if k != "mode"}
+    states = asdict(cfg.extract)
+    del states["mode"], states["while_generating"]  # how states are made, not what they are
     if not online:
         layers = {"aux_layers": cfg.speculator.aux_layers}
         add(Stage.extract, extract.VERSION, states | layers, "target generate")

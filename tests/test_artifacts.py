@@ -302,3 +302,25 @@ def test_the_manifest_is_json_that_a_person_can_read(store):
     text = (store.get_or_make(RECIPE, make).path / "artifact.json").read_text()
     assert json.loads(text)
     assert text.count("\n") > 10
+
+
+def test_a_prepared_folder_is_what_its_stage_finds(tmp_path):
+    store = ArtifactStore(tmp_path)
+    with store.prepared(RECIPE) as folder:
+        assert folder is not None
+        (folder / "ahead").write_text("1")
+        assert artifacts.status(store, {"train": RECIPE})[0].state == "partial"
+    made = store.get_or_make(RECIPE, make)
+    assert made.file("ahead").read_text() == "1"
+    with store.prepared(RECIPE) as folder:
+        assert folder is None
+    assert made.folder() == made.path
+
+
+def test_nobody_makes_what_another_process_prepares(tmp_path):
+    with ArtifactStore(tmp_path).prepared(RECIPE):
+        process = start_making(tmp_path, 0)
+        assert process.stdout is not None
+        assert "another process makes" in process.stdout.readline()
+    assert process.wait(timeout=60) == 0
+    assert ArtifactStore(tmp_path).find(RECIPE) is not None

@@ -97,16 +97,29 @@ def test_the_export_drafts_as_the_trained_head_does(made):
     assert set(files) <= set(made["export"].files())
 
 
-def test_states_made_while_training_give_the_losses_of_the_store(words, made):
-    online = tiny_runs.run(words, "stage=train", "extract.mode=online")
-    assert online.key != made["train"].key
+def train_log(artifact):
+    rows = tiny_runs.read_lines(artifact, "train_log.jsonl")
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
 
-    def log(artifact):
-        rows = tiny_runs.read_lines(artifact, "train_log.jsonl")
-        return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
 
-    assert len(log(online)) > 1
-    assert log(online) == log(made["train"])
+def test_states_made_while_training_give_the_losses_of_the_store(words, made, tmp_path):
+    there = [*words, f"runtime.root={tmp_path}", "stage=train"]
+    stored = tiny_runs.run(there, "extract.while_generating=false")
+    assert stored.key == made["train"].key
+    online = tiny_runs.run(there, "extract.mode=online")
+    assert online.key != stored.key
+    assert len(train_log(online)) > 1
+    assert train_log(online) == train_log(stored)
+
+
+def test_states_kept_while_generating_are_those_of_a_pass(words, made, tmp_path):
+    store = tiny_runs.read_json(made["extract"], "store.json")
+    assert store["num_kept_tokens"] == store["num_tokens"] > 0
+    there = [*words, f"runtime.root={tmp_path}", "stage=train"]
+    passed = tiny_runs.run(there, "extract.while_generating=false")
+    for a, b in zip(train_log(made["train"]), train_log(passed), strict=True):
+        assert a["tokens"] == b["tokens"]
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
 
 
 def test_a_second_run_makes_nothing(words, made, monkeypatch):

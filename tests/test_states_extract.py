@@ -65,11 +65,11 @@ def run_killed(folder: Path, answers: Artifact, *, after: int) -> Path:
     """Extraction that dies when it is about to write shard number `after`."""
     real, written = extract.write_shard, []
 
-    def write_shard(path: Path, states: object) -> None:
+    def write_shard(path: Path, *rest: object) -> object:
         if len(written) == after:
             raise KeyboardInterrupt
-        real(path, states)
         written.append(path)
+        return real(path, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(extract, "write_shard", write_shard)

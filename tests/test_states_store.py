@@ -18,7 +18,7 @@ from specfit.states.codec import bytes_per_token
 from specfit.states.compute import compute
 from specfit.states.documents import Document, read_documents
 from specfit.states.online import OnlineStates
-from specfit.states.store import StateStore, places, plan_shards
+from specfit.states.store import StateStore, plan_shards
 from specfit.targets.target import HiddenStates
 
 AUX = [1, 3, 5]
@@ -182,15 +182,15 @@ def test_documents_fill_shards_in_order_and_none_is_split():
     assert lengths == [[9, 4], [14, 4], [21], [12]]  # 21 is longer than a shard and has its own
 
 
-def test_places_are_the_rows_of_each_document_in_its_shard():
-    listed = [Document(f"d{i}", "c", "train", [0] * n, [(0, n)]) for i, n in enumerate(LENGTHS)]
-    found = [(p.shard[6:11], p.start, p.num_tokens) for p in places(plan_shards(listed, 18))]
-    assert found[:5] == [
-        ("00000", 0, 9),
-        ("00000", 9, 4),
-        ("00001", 0, 14),
-        ("00001", 14, 4),
-        ("00002", 0, 21),
+def test_places_are_the_rows_of_each_document_in_its_shard(tmp_path):
+    found = StateStore(stored(tmp_path, StateDtype.bf16)).documents
+    assert [(p.shard[6:11], p.start, p.num_tokens) for p in found] == [
+        ("00000", 0, 4),
+        ("00000", 4, 4),
+        ("00000", 8, 9),
+        ("00001", 0, 12),
+        ("00002", 0, 14),
+        ("00003", 0, 21),
     ]
 
 

@@ -52,6 +52,7 @@ class Decoded:
     """An answer, and how it came about."""
 
     id: str
+    slot: int  # that it was decoded in; the next answer that is asked for may be there, too
     tokens: list[int]  # of the answer; the EOS that stopped it included
     finish_reason: FinishReason  # length: max_new_tokens, or the target's slots, are used up
     rounds: list[Round]  # the first token comes from the prefill and belongs to none
@@ -100,7 +101,7 @@ def _decode(
                 slot += 1
                 continue
             if slot < len(active):
-                yield active[slot].decoded()
+                yield active[slot].decoded(slot)
             if waiting:
                 sequence = _Sequence.of(waiting.popleft(), target, settings, token_classes)
                 on_progress(_prefill(target, proposer, sequence, slot, settings))
@@ -172,10 +173,11 @@ class _Sequence:
                 break
         return count
 
-    def decoded(self) -> Decoded:
+    def decoded(self, slot: int) -> Decoded:
         assert self.finish_reason is not None
         return Decoded(
             id=self.request.id,
+            slot=slot,
             tokens=self.tokens[len(self.request.prompt) :],
             finish_reason=self.finish_reason,
             rounds=self.rounds,

@@ -182,7 +182,10 @@ def throughput(stages: dict[str, Record | None]) -> Section:
             Text(
                 f"The store holds {number(store.get('num_documents'))} conversations at "
                 f"{number(store.get('bytes_per_token'))} bytes a token in "
-                f"{store.get('dtype', 'an unnamed dtype')}, from aux layers {layers}."
+                f"{store.get('dtype', 'an unnamed dtype')}, from aux layers {layers}; "
+                f"{number(store.get('num_kept_tokens'))} of its {number(store.get('num_tokens'))} "
+                "tokens were there when extraction began: kept while the answers were generated, "
+                "or by an earlier run."
             )
         )
     return Section("Throughput of the stages", blocks)

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from specfit.artifacts import Artifact
 from specfit.config import GenerateConfig
 from specfit.files import append_jsonl, read_jsonl, write_json, write_text
+from specfit.states.record import StateRecorder
 from specfit.targets.slots import SlotTarget
 from specfit.targets.target import Target
 from specfit.targets.vocabulary import token_classes
@@ -22,6 +23,7 @@ from specfit_serve.ngram import NoProposer
 
 VERSION = 2
 FIGURES = "generate.json"  # written last
+LOOPED = "repetition"  # the finish reason of an answer that is dropped
 log = logging.getLogger(__name__)
 
 
@@ -33,6 +35,7 @@ def run(
     seed: int,
     prompts: Artifact,
     target: Target,
+    recorder: StateRecorder | None = None,
 ) -> None:
     """Writes answers.jsonl and generate.json.
 
@@ -43,6 +46,7 @@ def run(
         seed: of sampled answers.
         prompts: the conversations.
         target: answers them.
+        recorder: keeps the hidden states of the answers made here.
     """
     if (folder / FIGURES).exists():
         return  # an earlier run was killed after its last line
@@ -54,7 +58,7 @@ def run(
         # Validation answers are the target's in any case: they stand for what it would verify.
         references = _references([row for row in conversations if row["split"] == "train"])
         conversations = [row for row in conversations if row["split"] == "validation"]
-    figures = _answer(folder, config, temperatures, seed, conversations, target)
+    figures = _answer(folder, config, temperatures, seed, conversations, target, recorder)
     _finish(folder, references, figures)
 
 
@@ -65,6 +69,7 @@ def _answer(
     seed: int,
     conversations: list[dict[str, Any]],
     target: Target,
+    recorder: StateRecorder | None,
 ) -> dict[str, Any]:
     journal = folder / "journal.jsonl"
     done = set()
@@ -82,15 +87,22 @@ def _answer(
         Request(row["id"], row["prompt_ids"], temperature(row))
         for row in sorted(by_id.values(), key=lambda row: (-len(row["prompt_ids"]), row["id"]))
     ]
+    if recorder:
+        recorder.require_room(len(r.prompt) + config.max_new_tokens for r in requests)
     started = perf_counter()
     num_tokens = num_prompt_tokens = 0
     with tqdm(total=len(requests) * config.max_new_tokens, unit="tok", desc="generate") as bar:
-        for answer in _decoded(requests, config, seed, target, bar):
-            append_jsonl(journal, [_row(by_id[answer.id], answer)])
+        for answer in _decoded(requests, config, seed, target, recorder, bar):
+            row = _row(by_id[answer.id], answer)
+            append_jsonl(journal, [row])
+            if recorder and answer.finish_reason != LOOPED:
+                recorder.keep(answer.slot, row)
             num_tokens += len(answer.tokens)
             num_prompt_tokens += len(by_id[answer.id]["prompt_ids"])
             # An answer that ended early will not take the rest of its share.
             bar.total -= config.max_new_tokens - len(answer.tokens)
+    if recorder:
+        recorder.flush()
     seconds = perf_counter() - started
     flops = target.info.forward_flops(num_prompt_tokens + num_tokens, num_tokens)
     shape = (config.batch_size, target.info.intermediate_size, target.info.hidden_size)
@@ -105,7 +117,12 @@ def _answer(
 
 
 def _decoded(
-    requests: list[Request], config: GenerateConfig, seed: int, target: Target, bar: Any
+    requests: list[Request],
+    config: GenerateConfig,
+    seed: int,
+    target: Target,
+    recorder: StateRecorder | None,
+    bar: Any,
 ) -> Iterator[Decoded]:
     if not requests:
         return
@@ -114,7 +131,7 @@ def _decoded(
         target,
         num_slots=min(config.batch_size, len(requests)),
         max_length=min(longest, target.info.max_position_embeddings),
-        aux_layers=None,
+        aux_layers=recorder.layers if recorder else None,
     )
     settings = DecodeSettings(
         num_draft_tokens=0,
@@ -126,7 +143,7 @@ def _decoded(
     classes = token_classes(target)
     yield from decode(
         slots,
-        NoProposer(),
+        recorder or NoProposer(),
         requests,
         settings,
         token_classes=classes,
@@ -177,7 +194,7 @@ def _finish(folder: Path, references: list[dict[str, Any]], figures: dict[str, A
     journal = folder / "journal.jsonl"
     answers = read_jsonl(journal, tolerate_truncated_tail=True) if journal.exists() else []
     rows = sorted([*answers, *references], key=lambda row: row["id"])
-    kept = [row for row in rows if row["finish_reason"] != "repetition"]
+    kept = [row for row in rows if row["finish_reason"] != LOOPED]
     if not kept:
         raise ValueError(f"generate: all {len(rows)} answers loop; try generate.temperature=0.7")
     write_text(folder / "answers.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
@@ -201,7 +218,7 @@ def _finish(folder: Path, references: list[dict[str, Any]], figures: dict[str, A
 
 def _count(rows: list[dict[str, Any]], component: str, split: str) -> dict[str, Any]:
     group = [row for row in rows if (row["component"], row["split"]) == (component, split)]
-    kept = [row for row in group if row["finish_reason"] != "repetition"]
+    kept = [row for row in group if row["finish_reason"] != LOOPED]
     return {
         "component": component,
         "split": split,

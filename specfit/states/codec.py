@@ -1,5 +1,6 @@
 """How hidden states are kept: as they are, or in eight bits with one scale a token and layer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,17 @@ class EncodedStates:
 
     values: Tensor  # seq layers hidden
     scales: Float[Tensor, "seq layers"] | None  # what a value is multiplied with; None: 1
+
+    def rows(self, rows: slice) -> "EncodedStates":
+        """Those of some tokens."""
+        return EncodedStates(self.values[rows], None if self.scales is None else self.scales[rows])
+
+
+def joined(parts: Sequence[EncodedStates]) -> EncodedStates:
+    """States of one kind, one after another."""
+    scales = [part.scales for part in parts if part.scales is not None]
+    values = torch.cat([part.values for part in parts])
+    return EncodedStates(values, torch.cat(scales) if scales else None)
 
 
 def encode(states: Float[Tensor, "seq layers hidden"], dtype: StateDtype) -> EncodedStates:

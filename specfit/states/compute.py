@@ -37,14 +37,15 @@ def compute(
     aux, last = target.states(input_ids, valid, aux_layers)
     stacked = torch.cat([aux, last[:, :, None]], dim=2)
     return [
-        _of_document(target, document, encode(stacked[i, : len(document.input_ids)], dtype))
+        of_document(target, document, encode(stacked[i, : len(document.input_ids)], dtype))
         for i, document in enumerate(documents)
     ]
 
 
-def _of_document(
+def of_document(
     target: Target, document: Document, encoded: EncodedStates
 ) -> tuple[HiddenStates, EncodedStates]:
+    """States as they are kept, aux layers and the last, with the target's distribution there."""
     states = decode(encoded)
     loss_mask = document.loss_mask.to(states.device)
     log_normalizer = torch.zeros(len(loss_mask), device=states.device)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Bool
@@ -35,18 +36,25 @@ class Document:
         return mask
 
 
-def read_documents(path: Path, *, max_tokens: int, splits: Sequence[str]) -> list[Document]:
-    """The documents of `splits`, each cut after `max_tokens`; those with nothing left to learn go.
+def document_of(row: dict[str, Any], max_tokens: int) -> Document | None:
+    """A row of answers.jsonl, cut after `max_tokens`; None when nothing to learn is left of it.
 
-    A cut in the middle of an answer is the same text as far as it goes. Shortest first, so that
-    neighbours in a batch pad little; the order is the same for a store and on the fly, since
-    training takes documents by their index.
+    A cut in the middle of an answer is the same text as far as it goes.
     """
-    documents = []
-    for row in read_jsonl(path):
-        spans = [(start, min(end, max_tokens)) for start, end in row["loss_spans"]]
-        spans = [(start, end) for start, end in spans if start < end]
-        if row["split"] in splits and spans:
-            ids = row["input_ids"][:max_tokens]
-            documents.append(Document(row["id"], row["component"], row["split"], ids, spans))
+    spans = [(start, min(end, max_tokens)) for start, end in row["loss_spans"]]
+    spans = [(start, end) for start, end in spans if start < end]
+    if not spans:
+        return None
+    ids = row["input_ids"][:max_tokens]
+    return Document(row["id"], row["component"], row["split"], ids, spans)
+
+
+def read_documents(path: Path, *, max_tokens: int, splits: Sequence[str]) -> list[Document]:
+    """The documents of `splits`, each cut after `max_tokens`.
+
+    Shortest first, so that neighbours in a batch pad little; the order is the same for a store and
+    on the fly, since training takes documents by their index.
+    """
+    rows = [row for row in read_jsonl(path) if row["split"] in splits]
+    documents = [d for row in rows if (d := document_of(row, max_tokens)) is not None]
     return sorted(documents, key=lambda d: (d.num_tokens, d.id))

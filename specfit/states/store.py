@@ -1,23 +1,24 @@
 """Hidden states on disk: safetensors shards, and an index of the documents in them.
 
-shard-00000.safetensors   the states of some documents, one after another
-documents.jsonl           which document stands where
+shard-00000.safetensors   the states of some documents, one after another; its metadata names them
+documents.jsonl           which document stands where, in the order that training counts them in
 store.json                dtype, layers, sizes
 """
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from specfit.artifacts import Artifact
-from specfit.files import read_jsonl
-from specfit.states.codec import EncodedStates, decode
+from specfit.files import fsync, read_jsonl
+from specfit.states.codec import EncodedStates, decode, joined
 from specfit.states.documents import Document
 from specfit.targets.target import HiddenStates
 
@@ -39,45 +40,81 @@ def plan_shards(documents: Sequence[Document], shard_tokens: int) -> list[list[D
     shards: list[list[Document]] = []
     room = 0
     for document in documents:
-        if not shards or len(document.input_ids) > room:
+        if not shards or document.num_tokens > room:
             shards.append([])
             room = shard_tokens
         shards[-1].append(document)
-        room -= len(document.input_ids)
+        room -= document.num_tokens
     return shards
 
 
-def shard_name(index: int) -> str:
-    """The file name of shard `index`."""
-    return f"shard-{index:05}.safetensors"
+def next_shard(folder: Path) -> Path:
+    """The first shard that is not there yet."""
+    numbers = [int(path.stem.removeprefix("shard-")) for path in shards_in(folder)]
+    return folder / f"shard-{max(numbers, default=-1) + 1:05}.safetensors"
 
 
-def places(shards: Sequence[Sequence[Document]]) -> Iterator[Place]:
-    """Where each document of `shards` stands."""
-    for index, documents in enumerate(shards):
-        start = 0
-        for document in documents:
-            length = len(document.input_ids)
-            yield Place(
-                document.id, document.component, document.split, shard_name(index), start, length
-            )
-            start += length
+def shards_in(folder: Path) -> list[Path]:
+    """All shards that are there, in order."""
+    return sorted(folder.glob("shard-*.safetensors"))
 
 
-def write_shard(path: Path, states: Sequence[tuple[HiddenStates, EncodedStates]]) -> None:
-    """Writes one shard; it is there whole or not at all."""
+def write_shard(
+    path: Path,
+    documents: Sequence[Document],
+    states: Sequence[tuple[HiddenStates, EncodedStates]],
+) -> list[Place]:
+    """Writes the states of `documents`; the file is there whole or not at all."""
+    encoded = joined([e for _, e in states])
     tensors = {
         "input_ids": torch.cat([s.input_ids for s, _ in states]).int(),
         "loss_mask": torch.cat([s.loss_mask for s, _ in states]),
         "log_normalizer": torch.cat([s.log_normalizer for s, _ in states]),
         "top_token": torch.cat([s.top_token for s, _ in states]).int(),
-        "states": torch.cat([encoded.values for _, encoded in states]),
+        "states": encoded.values,
     }
-    if states[0][1].scales is not None:
-        tensors["scales"] = torch.cat([e.scales for _, e in states if e.scales is not None])
+    if encoded.scales is not None:
+        tensors["scales"] = encoded.scales
+    places, start = [], 0
+    for d in documents:
+        places.append(Place(d.id, d.component, d.split, path.name, start, d.num_tokens))
+        start += d.num_tokens
     partial = path.with_suffix(".tmp")
-    save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, partial)
+    tensors = {name: t.cpu().contiguous() for name, t in tensors.items()}
+    save_file(tensors, partial, metadata={"places": json.dumps([asdict(p) for p in places])})
+    fsync(partial)
     partial.replace(path)
+    return places
+
+
+def kept_places(path: Path, documents: dict[str, Document]) -> list[Place] | None:
+    """What a shard of an earlier run holds.
+
+    Args:
+        path: the shard.
+        documents: by id, those that it may hold.
+
+    Returns:
+        None when it cannot be read, or holds anything but `documents` as they are now: answers
+        that were made again need not be the same.
+    """
+    try:
+        with safe_open(path, "pt") as shard:
+            places = [Place(**row) for row in json.loads((shard.metadata() or {})["places"])]
+            input_ids, loss_mask = shard.get_tensor("input_ids"), shard.get_tensor("loss_mask")
+    except (SafetensorError, KeyError, ValueError):
+        return None
+    for place in places:
+        document = documents.get(place.id)
+        rows = slice(place.start, place.start + place.num_tokens)
+        if (
+            document is None
+            or (place.component, place.split) != (document.component, document.split)
+            or input_ids[rows].tolist() != document.input_ids
+            or not torch.equal(loss_mask[rows], document.loss_mask)
+        ):
+            return None
+    return places
 
 
 class StateStore:
@@ -115,8 +152,3 @@ class StateStore:
             tensor("log_normalizer"),
             tensor("top_token").long(),
         )
-
-
-def index_rows(shards: Sequence[Sequence[Document]]) -> list[dict[str, Any]]:
-    """What `documents.jsonl` holds."""
-    return [asdict(place) for place in places(shards)]

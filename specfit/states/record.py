@@ -1,0 +1,103 @@
+"""Keeps the hidden states that decoding computes anyway, so that no second pass is needed."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from specfit.config import ExtractConfig
+from specfit.files import require_free
+from specfit.states.codec import EncodedStates, bytes_per_token, encode, joined
+from specfit.states.compute import of_document
+from specfit.states.documents import Document, document_of
+from specfit.states.store import next_shard, write_shard
+from specfit.targets.target import HiddenStates, Target
+from specfit_serve.ngram import NoProposer
+
+
+class StateRecorder(NoProposer):
+    """Stands where a proposer would, drafts nothing, and keeps the features that it is shown.
+
+    They are the states of a forward pass over the whole conversation, to the rounding that batches
+    of another shape bring. Of an answer's last token, which nothing follows, there are none: its
+    row is 0.
+    """
+
+    def __init__(
+        self, folder: Path, *, config: ExtractConfig, aux_layers: list[int], target: Target
+    ) -> None:
+        """Writes shards into `folder`, a store in the making."""
+        self.folder = folder
+        self.config = config
+        self.target = target
+        self.layers = [*aux_layers, target.info.num_layers]  # that features must be of
+        self.num_tokens = 0  # kept so far
+        self._seen: dict[int, list[EncodedStates]] = {}  # by slot
+        self._documents: list[Document] = []  # of the next shard
+        self._states: list[tuple[HiddenStates, EncodedStates]] = []
+
+    def require_room(self, lengths: Iterable[int]) -> None:
+        """For conversations of up to `lengths` tokens.
+
+        Raises:
+            DiskFull: the disk cannot hold their states.
+        """
+        num_tokens = sum(min(length, self.config.max_tokens) for length in lengths)
+        hidden_size = self.target.info.hidden_size
+        size = bytes_per_token(len(self.layers), hidden_size, self.config.dtype)
+        require_free(
+            self.folder, num_tokens * size, f"the hidden states of up to {num_tokens} tokens"
+        )
+
+    def start(
+        self,
+        slot: int,
+        tokens: Sequence[int],  # noqa: ARG002
+        features: Float[Tensor, "prompt width"] | None,
+    ) -> None:
+        """Keeps the states of the prompt."""
+        assert features is not None
+        self._seen[slot] = [self._encoded(features)]
+
+    def observe(
+        self,
+        features: Float[Tensor, "rows seq width"] | None,
+        num_kept: Int[Tensor, " rows"],  # noqa: ARG002
+    ) -> None:
+        """Keeps the states of each sequence's newest token."""
+        assert features is not None
+        encoded = self._encoded(features[:, 0])
+        for slot in range(len(features)):
+            self._seen[slot].append(encoded.rows(slice(slot, slot + 1)))
+
+    def move(self, source: int, to: int) -> None:
+        """The sequence of slot `source` continues in slot `to`."""
+        self._seen[to] = self._seen.pop(source)
+
+    def keep(self, slot: int, answer: dict[str, Any]) -> None:
+        """Takes what was seen in `slot` as the states of `answer`, a row of answers.jsonl."""
+        document = document_of(answer, self.config.max_tokens)
+        if document is None:
+            return
+        seen = joined(self._seen[slot])
+        no_scales = None if seen.scales is None else torch.zeros_like(seen.scales[:1])
+        last = EncodedStates(torch.zeros_like(seen.values[:1]), no_scales)
+        states = joined([seen, last]).rows(slice(document.num_tokens))
+        self._documents.append(document)
+        self._states.append(of_document(self.target, document, states))
+        self.num_tokens += document.num_tokens
+        if sum(d.num_tokens for d in self._documents) >= self.config.shard_tokens:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what has not been written yet."""
+        if self._documents:
+            write_shard(next_shard(self.folder), self._documents, self._states)
+        self._documents, self._states = [], []
+
+    def _encoded(self, features: Float[Tensor, "rows width"]) -> EncodedStates:
+        layers = features.view(len(features), len(self.layers), -1)
+        return encode(layers, self.config.dtype)
