@@ -8,8 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from tqdm import tqdm
-
+from specfit.answering import answer
 from specfit.artifacts import Artifact
 from specfit.config import GenerateConfig
 from specfit.files import append_jsonl, read_jsonl, write_json, write_text
@@ -18,7 +17,7 @@ from specfit.targets.slots import SlotTarget
 from specfit.targets.target import Target
 from specfit.targets.vocabulary import token_classes
 from specfit_kernels.floors import speed
-from specfit_serve.decode import Decoded, DecodeSettings, Request, decode
+from specfit_serve.decode import Decoded, DecodeSettings, Request
 from specfit_serve.ngram import NoProposer
 
 VERSION = 2
@@ -82,25 +81,18 @@ def _answer(
         own = temperatures[row["component"]]
         return own if config.temperature is None else config.temperature
 
-    # Longest first: neighbours in the batch are alike, and the end of the job is not one long one.
-    requests = [
-        Request(row["id"], row["prompt_ids"], temperature(row))
-        for row in sorted(by_id.values(), key=lambda row: (-len(row["prompt_ids"]), row["id"]))
-    ]
+    requests = [Request(row["id"], row["prompt_ids"], temperature(row)) for row in by_id.values()]
     if recorder:
         recorder.require_room(len(r.prompt) + config.max_new_tokens for r in requests)
     started = perf_counter()
     num_tokens = num_prompt_tokens = 0
-    with tqdm(total=len(requests) * config.max_new_tokens, unit="tok", desc="generate") as bar:
-        for answer in _decoded(requests, config, seed, target, recorder, bar):
-            row = _row(by_id[answer.id], answer)
-            append_jsonl(journal, [row])
-            if recorder and answer.finish_reason != LOOPED:
-                recorder.keep(answer.slot, row)
-            num_tokens += len(answer.tokens)
-            num_prompt_tokens += len(by_id[answer.id]["prompt_ids"])
-            # An answer that ended early will not take the rest of its share.
-            bar.total -= config.max_new_tokens - len(answer.tokens)
+    for found in _decoded(requests, config, seed, target, recorder):
+        row = _row(by_id[found.id], found)
+        append_jsonl(journal, [row])
+        if recorder and found.finish_reason != LOOPED:
+            recorder.keep(found.slot, row)
+        num_tokens += len(found.tokens)
+        num_prompt_tokens += len(by_id[found.id]["prompt_ids"])
     if recorder:
         recorder.flush()
     seconds = perf_counter() - started
@@ -122,11 +114,10 @@ def _decoded(
     seed: int,
     target: Target,
     recorder: StateRecorder | None,
-    bar: Any,
 ) -> Iterator[Decoded]:
     if not requests:
         return
-    longest = len(requests[0].prompt) + config.max_new_tokens
+    longest = max(len(r.prompt) for r in requests) + config.max_new_tokens
     slots = SlotTarget(
         target,
         num_slots=min(config.batch_size, len(requests)),
@@ -140,14 +131,13 @@ def _decoded(
         top_p=config.top_p,
         seed=seed,
     )
-    classes = token_classes(target)
-    yield from decode(
+    yield from answer(
         slots,
         recorder or NoProposer(),
         requests,
         settings,
-        token_classes=classes,
-        on_progress=bar.update,
+        token_classes=token_classes(target),
+        label="generate",
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from tqdm import tqdm
 
 from specfit.acceptance import Intervals, Measured, Timed, component_row, mix_row
+from specfit.answering import answer
 from specfit.artifacts import Artifact
 from specfit.config import MeasureConfig, ProfileConfig
 from specfit.files import append_jsonl, dumps, read_jsonl, write_json, write_text
@@ -18,7 +19,7 @@ from specfit.targets.slots import SlotTarget
 from specfit.targets.target import Target
 from specfit.targets.vocabulary import token_classes
 from specfit.training.checkpoints import load_head
-from specfit_serve.decode import Decoded, DecodeSettings, Request, decode
+from specfit_serve.decode import Decoded, DecodeSettings, Request
 from specfit_serve.ngram import NgramProposer, NoProposer
 from specfit_serve.protocols import Proposer
 
@@ -100,7 +101,7 @@ class _Bench:
         return self.temperatures[component] if way.temperature is None else way.temperature
 
     def decode(
-        self, way: _Pass, ids: list[str], num_slots: int, max_new_tokens: int, bar: Any
+        self, way: _Pass, ids: list[str], num_slots: int, max_new_tokens: int, label: str | None
     ) -> Iterator[Decoded]:
         """Answers the conversations `ids`."""
         requests = [
@@ -109,7 +110,7 @@ class _Bench:
                 self.by_id[i]["prompt_ids"],
                 self.temperature(way, self.by_id[i]["component"]),
             )
-            for i in sorted(ids, key=lambda i: (-len(self.by_id[i]["prompt_ids"]), i))
+            for i in ids
         ]
         settings = DecodeSettings(
             num_draft_tokens=way.num_draft_tokens,
@@ -117,16 +118,14 @@ class _Bench:
             batch_size=num_slots,
             seed=self.seed,
         )
-        for answer in decode(
+        return answer(
             self.slots(num_slots, way.num_draft_tokens),
             self.proposer(way.proposer, num_slots),
             requests,
             settings,
             token_classes=self.classes,
-            on_progress=bar.update,
-        ):
-            bar.total -= max_new_tokens - len(answer.tokens)
-            yield answer
+            label=label,
+        )
 
 
 def run(
@@ -198,22 +197,21 @@ def _decode_all(journal: Path, bench: _Bench, way: _Pass) -> None:
     limit = bench.config.max_new_tokens
     num_slots = min(bench.config.batch_size, len(bench.by_id))
     label = f"measure {way.proposer} k={way.num_draft_tokens}"
-    with tqdm(total=len(ids) * limit, unit="tok", desc=label) as bar:
-        for answer in bench.decode(way, ids, num_slots, limit, bar):
-            conversation = bench.by_id[answer.id]
-            found = Measured(
-                id=answer.id,
-                component=conversation["component"],
-                proposer=way.proposer,
-                temperature=bench.temperature(way, conversation["component"]),
-                num_draft_tokens=way.num_draft_tokens,
-                num_prompt_tokens=len(conversation["prompt_ids"]),
-                tokens=answer.tokens,
-                finish_reason=answer.finish_reason,
-                loop_start=answer.loop_start,
-                rounds=[[r.start, r.num_drafted, r.num_kept] for r in answer.rounds],
-            )
-            append_jsonl(journal, [asdict(found)])
+    for answered in bench.decode(way, ids, num_slots, limit, label):
+        conversation = bench.by_id[answered.id]
+        found = Measured(
+            id=answered.id,
+            component=conversation["component"],
+            proposer=way.proposer,
+            temperature=bench.temperature(way, conversation["component"]),
+            num_draft_tokens=way.num_draft_tokens,
+            num_prompt_tokens=len(conversation["prompt_ids"]),
+            tokens=answered.tokens,
+            finish_reason=answered.finish_reason,
+            loop_start=answered.loop_start,
+            rounds=[[r.start, r.num_drafted, r.num_kept] for r in answered.rounds],
+        )
+        append_jsonl(journal, [asdict(found)])
 
 
 def _is_of(bench: _Bench, way: _Pass, row: dict[str, Any]) -> bool:
@@ -239,11 +237,10 @@ def _time_all(journal: Path, bench: _Bench, ways: list[_Pass]) -> None:
         own = [i for i in sorted(bench.by_id) if bench.by_id[i]["component"] == component]
         chosen += own[: bench.config.num_timed]
     rows = []
-    with tqdm(total=(len(chosen) + 1) * len(ways) * limit, unit="tok", desc="time") as bar:
-        for i in [chosen[0], *chosen]:  # the first one warms up
-            for way in ways:
-                (answer,) = bench.decode(way, [i], 1, limit, bar)
-                rows.append({"id": i, "timed": asdict(_timed(bench, way, answer))})
+    turns = [(i, way) for i in [chosen[0], *chosen] for way in ways]  # the first ones warm up
+    for i, way in tqdm(turns, unit="answer", desc="measure alone"):
+        (answered,) = bench.decode(way, [i], 1, limit, None)
+        rows.append({"id": i, "timed": asdict(_timed(bench, way, answered))})
     write_text(journal, "".join(dumps(row) + "\n" for row in rows[len(ways) :]))
 
 

@@ -104,16 +104,51 @@ class Target:
         sees a padded one, so a row's states are what they are alone. States at padded places
         mean nothing.
         """
-        positions = (valid.cumsum(-1) - 1).clamp(min=0)
-        masks = attention_masks(self.model.config, positions, positions, valid)
         with self.captured(aux_layers) as found:
-            self.decoder(
-                input_ids=input_ids, attention_mask=masks, position_ids=positions, use_cache=False
-            )
+            self._run(input_ids, valid)
         assert found.last is not None
         if not aux_layers:
             return found.last[:, :, None][:, :, :0], found.last
         return torch.stack([found.aux[i] for i in aux_layers], dim=2), found.last
+
+    @torch.inference_mode()
+    def states_from(
+        self,
+        layer: int,
+        entering: Float[Tensor, "batch seq hidden"],
+        input_ids: Int[Tensor, "batch seq"],
+        valid: Bool[Tensor, "batch seq"],
+    ) -> Float[Tensor, "batch seq hidden"]:
+        """The state before the final norm, of a pass that starts with `entering` at `layer`."""
+        if layer == self.info.num_layers:
+            return entering
+
+        def enter(
+            _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            kwargs.pop("hidden_states", None)
+            return (entering, *args[1:]), kwargs
+
+        handle = self.layers[layer].register_forward_pre_hook(enter, with_kwargs=True)
+        skipped = [self.layers[i] for i in range(layer)]
+        for module in skipped:
+            module.forward = _unchanged
+        try:
+            with self.captured([]) as found:
+                self._run(input_ids, valid)
+        finally:
+            handle.remove()
+            for module in skipped:
+                del module.forward  # the class's own is back
+        assert found.last is not None
+        return found.last
+
+    def _run(self, input_ids: Int[Tensor, "batch seq"], valid: Bool[Tensor, "batch seq"]) -> None:
+        positions = (valid.cumsum(-1) - 1).clamp(min=0)
+        masks = attention_masks(self.model.config, positions, positions, valid)
+        self.decoder(
+            input_ids=input_ids, attention_mask=masks, position_ids=positions, use_cache=False
+        )
 
     @contextmanager
     def captured(self, aux_layers: list[int]) -> Iterator[_Captured]:
@@ -131,6 +166,10 @@ class Target:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _unchanged(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+    return hidden_states
 
 
 def _structure(decoder: Any, info: TargetInfo) -> tuple[nn.ModuleList, nn.Module]:
