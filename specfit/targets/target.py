@@ -111,7 +111,6 @@ class Target:
             return found.last[:, :, None][:, :, :0], found.last
         return torch.stack([found.aux[i] for i in aux_layers], dim=2), found.last
 
-    @torch.inference_mode()
     def states_from(
         self,
         layer: int,
@@ -119,7 +118,10 @@ class Target:
         input_ids: Int[Tensor, "batch seq"],
         valid: Bool[Tensor, "batch seq"],
     ) -> Float[Tensor, "batch seq hidden"]:
-        """The state before the final norm, of a pass that starts with `entering` at `layer`."""
+        """The state before the final norm, of a pass that starts with `entering` at `layer`.
+
+        Gradients flow, where something asks for them.
+        """
         if layer == self.info.num_layers:
             return entering
 

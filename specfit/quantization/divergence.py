@@ -1,0 +1,193 @@
+"""How far a target with quantized units is from the target as it is, token by token."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from specfit.quantization.fidelity import TokenFigures
+from specfit.quantization.gram import GramSum
+from specfit.quantization.measured import Text
+from specfit.quantization.switch import UnitSwitch
+from specfit.quantization.units import Unit
+from specfit.targets.target import Target
+
+CHUNK_LOGITS = 1 << 26  # logits of all units together that are worked on at once
+
+
+@dataclass(frozen=True)
+class Passages:
+    """Text that a target wrote, padded on the left.
+
+    What counts is the prediction of the last `num_counted` tokens of each.
+    """
+
+    input_ids: Int[Tensor, "sequences seq"]
+    valid: Bool[Tensor, "sequences seq"]
+    num_counted: int
+
+    @classmethod
+    def of(
+        cls, conversations: Sequence[tuple[list[int], list[int]]], context: int, num_counted: int
+    ) -> "Passages":
+        """Of each prompt up to `context` tokens of its end, of its answer the first tokens."""
+        shape = (len(conversations), context + num_counted)
+        input_ids = torch.zeros(shape, dtype=torch.int64)
+        valid = torch.zeros(shape, dtype=torch.bool)
+        for i, (prompt, answer) in enumerate(conversations):
+            assert len(answer) >= num_counted
+            tokens = prompt[-context:] + answer[:num_counted]
+            input_ids[i, -len(tokens) :] = torch.tensor(tokens)
+            valid[i, -len(tokens) :] = True
+        return cls(input_ids, valid, num_counted)
+
+    def split(self, num_sequences: int) -> "list[Passages]":
+        """The same, some sequences at a time."""
+        starts = range(0, len(self.input_ids), num_sequences)
+        parts = [slice(start, start + num_sequences) for start in starts]
+        return [Passages(self.input_ids[p], self.valid[p], self.num_counted) for p in parts]
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """A batch of passages as the target without quantized units reads it."""
+
+    input_ids: Int[Tensor, "sequences seq"]  # without the last token, after which nothing counts
+    valid: Bool[Tensor, "sequences seq"]
+    following: Int[Tensor, "sequences counted"]
+    entering: list[Float[Tensor, "sequences seq hidden"]]  # each layer, then the final norm
+    log_probs: Float[Tensor, "sequences counted vocab"]
+
+
+class ModelDivergence:
+    """`Divergence` of a model in memory.
+
+    What enters each layer of the target as it is, and its log-probabilities, are kept, so that a
+    pass starts at the first layer with a quantized unit: layers * hidden + vocab numbers a token.
+    Nothing is made in inference mode, since gradients flow through the same tensors in `loss`.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        switch: UnitSwitch,
+        texts: dict[Text, Passages],
+        *,
+        costs: Float[Tensor, "units"],
+        batch_size: int,
+    ) -> None:
+        """Reads the texts once.
+
+        Args:
+            target: whose units `switch` sets.
+            switch: all units as they are, again after every measurement.
+            texts: which to measure on.
+            costs: bytes of each unit of the switch.
+            batch_size: sequences a pass.
+        """
+        self.target = target
+        self.switch = switch
+        self.costs = costs
+        switch.choose([])
+        self._reference = {
+            text: [self._read(part) for part in passages.split(batch_size)]
+            for text, passages in texts.items()
+        }
+
+    @torch.no_grad()
+    def kl(self, chosen: Bool[Tensor, "units"], text: Text) -> Float[Tensor, "sequences"]:
+        """See `Divergence.kl`."""
+        return self.tokens(chosen, text).kl.mean(-1)
+
+    @torch.no_grad()
+    def tokens(self, chosen: Bool[Tensor, "units"], text: Text) -> TokenFigures:
+        """All figures of every token, with `chosen` quantized."""
+        units = [self.switch.units[i] for i in chosen.nonzero().flatten().tolist()]
+        return self._figures(text, lambda reference: self._last(reference, units))
+
+    @torch.no_grad()
+    def tokens_of_all_layers(self, text: Text) -> TokenFigures:
+        """Of the target as it is now, whoever changed what in it, passes starting at its inputs."""
+
+        def last(reference: _Reference) -> Float[Tensor, "sequences counted hidden"]:
+            _, states = self.target.states(reference.input_ids, reference.valid, [])
+            return states[:, -reference.log_probs.shape[1] :]
+
+        return self._figures(text, last)
+
+    def _figures(
+        self,
+        text: Text,
+        last: Callable[[_Reference], Float[Tensor, "sequences counted hidden"]],
+    ) -> TokenFigures:
+        parts = []
+        for reference in self._reference[text]:
+            for log_p, states, following in zip(
+                reference.log_probs, last(reference), reference.following, strict=True
+            ):
+                log_q = self.target.logits(states).log_softmax(-1)
+                parts.append(TokenFigures.of(log_p, log_q, following))
+        self.switch.choose([])
+        return TokenFigures.joined(parts)
+
+    def num_batches(self, text: Text) -> int:
+        """For `loss`."""
+        return len(self._reference[text])
+
+    def loss(self, units: Collection[Unit], text: Text, batch: int) -> Float[Tensor, ""]:
+        """KL of one batch with `units` quantized, in nats a token, for gradients to start from.
+
+        The units stay quantized: the backward pass reads their weights again.
+        """
+        reference = self._reference[text][batch]
+        last = self._last(reference, units)
+        log_p = reference.log_probs
+        log_q = self.target.logits(last).log_softmax(-1)
+        return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+
+    @torch.no_grad()
+    def gram(self) -> tuple[Float[Tensor, "units units"], Float[Tensor, "units units"]]:
+        """See `Divergence.gram`; sequences go to the halves in turn."""
+        units = self.switch.units
+        halves = GramSum(len(units)), GramSum(len(units))
+        num_sequences = 0
+        for reference in self._reference[Text.calibration]:
+            moved = torch.stack([self._last(reference, [unit]) for unit in units])
+            for i, log_p in enumerate(reference.log_probs):
+                step = max(1, CHUNK_LOGITS // (len(units) * log_p.shape[-1]))
+                plain = reference.entering[-1][i, -len(log_p) :]
+                for first in range(0, len(log_p), step):
+                    rows = slice(first, first + step)
+                    change = self.target.logits(moved[:, i, rows]) - self.target.logits(plain[rows])
+                    halves[num_sequences % 2].add(log_p[rows], change)
+                num_sequences += 1
+        self.switch.choose([])
+        return halves[0].mean, halves[1].mean
+
+    def _last(
+        self, reference: _Reference, units: Collection[Unit]
+    ) -> Float[Tensor, "sequences counted hidden"]:
+        """The states before the final norm where something counts, with `units` quantized."""
+        self.switch.choose(units)
+        layer = min((unit.layer for unit in units), default=self.target.info.num_layers)
+        last = self.target.states_from(
+            layer, reference.entering[layer], reference.input_ids, reference.valid
+        )
+        return last[:, -reference.log_probs.shape[1] :]
+
+    @torch.no_grad()
+    def _read(self, passages: Passages) -> _Reference:
+        device = self.target.device
+        input_ids = passages.input_ids[:, :-1].to(device)
+        valid = passages.valid[:, :-1].to(device)
+        aux, last = self.target.states(input_ids, valid, list(range(self.target.info.num_layers)))
+        aux, last = aux.clone(), last.clone()
+        log_probs = [
+            self.target.logits(states).log_softmax(-1)
+            for states in last[:, -passages.num_counted :]
+        ]
+        following = passages.input_ids[:, -passages.num_counted :].to(device)
+        entering = [*aux.unbind(2), last]
+        return _Reference(input_ids, valid, following, entering, torch.stack(log_probs))

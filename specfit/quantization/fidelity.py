@@ -1,0 +1,120 @@
+"""How faithful a changed target is, in figures with intervals, and the gate that they must pass.
+
+All figures are over the tokens that the target wrote, as it is and as it was changed read them:
+
+kl_*_nats           divergence of the changed target's next-token distribution: Σ p (log p - log q)
+top1_agreement      share of tokens at which both have the same most likely one
+perplexity_change   of the text, as a share: exp(mean log p(text) - mean log q(text)) - 1
+
+Intervals are percentiles over resampled sequences, since the tokens of one are alike.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+NUM_BOOTSTRAP = 1000
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class TokenFigures:
+    """What was seen at each token."""
+
+    kl: Float[Tensor, "sequences tokens"]  # nats
+    same_top: Bool[Tensor, "sequences tokens"]
+    log_p: Float[Tensor, "sequences tokens"]  # of the token that follows, by the target as it is
+    log_q: Float[Tensor, "sequences tokens"]  # by the changed one
+
+    @classmethod
+    def of(
+        cls,
+        log_p: Float[Tensor, "tokens vocab"],
+        log_q: Float[Tensor, "tokens vocab"],
+        following: Int[Tensor, "tokens"],
+    ) -> "TokenFigures":
+        """Of one sequence."""
+        return cls(
+            kl=(log_p.exp() * (log_p - log_q)).sum(-1)[None],
+            same_top=(log_p.argmax(-1) == log_q.argmax(-1))[None],
+            log_p=log_p.gather(-1, following[:, None]).T,
+            log_q=log_q.gather(-1, following[:, None]).T,
+        )
+
+    @classmethod
+    def joined(cls, parts: "Sequence[TokenFigures]") -> "TokenFigures":
+        """Of all sequences, on the CPU."""
+        names = ("kl", "same_top", "log_p", "log_q")
+        return cls(**{name: torch.cat([getattr(p, name) for p in parts]).cpu() for name in names})
+
+    def row(self, seed: int) -> dict[str, float | int]:
+        """Each figure with its interval, as fidelity.json has it."""
+        found: dict[str, float | int] = {
+            "num_sequences": len(self.kl),
+            "num_tokens": self.kl.numel(),
+            "kl_max_nats": float(self.kl.max()),
+        }
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randint(len(self.kl), (NUM_BOOTSTRAP, len(self.kl)), generator=generator)
+        tails = torch.tensor([(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], dtype=torch.float64)
+        for name, figure in _FIGURES.items():
+            values = torch.stack([figure(self._rows(rows)) for rows in drawn])
+            low, high = values.quantile(tails).tolist()
+            found |= {name: float(figure(self)), f"{name}_low": low, f"{name}_high": high}
+        return found
+
+    def _rows(self, rows: Int[Tensor, "drawn"]) -> "TokenFigures":
+        return TokenFigures(self.kl[rows], self.same_top[rows], self.log_p[rows], self.log_q[rows])
+
+
+def _kl_quantile(share: float) -> Callable[[TokenFigures], Tensor]:
+    return lambda t: t.kl.flatten().double().quantile(share)
+
+
+_FIGURES: dict[str, Callable[[TokenFigures], Tensor]] = {
+    "kl_mean_nats": lambda t: t.kl.double().mean(),
+    "kl_median_nats": _kl_quantile(0.5),
+    "kl_p95_nats": _kl_quantile(0.95),
+    "kl_p99_nats": _kl_quantile(0.99),
+    "top1_agreement": lambda t: t.same_top.double().mean(),
+    "perplexity_change": lambda t: (t.log_p.double().mean() - t.log_q.double().mean()).expm1(),
+}
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a figure must keep, at the end of its interval that is worse."""
+
+    figure: str
+    at_most: float | None = None
+    at_least: float | None = None
+
+    def broken_by(self, row: dict[str, float | int]) -> str | None:
+        """What is wrong, in words; None where the limit is kept."""
+        if self.at_most is not None:
+            worst = row[f"{self.figure}_high"]
+            kept, words = worst <= self.at_most, f"at most {self.at_most:g}"
+        else:
+            assert self.at_least is not None
+            worst = row[f"{self.figure}_low"]
+            kept, words = worst >= self.at_least, f"at least {self.at_least:g}"
+        # A figure that is not a number keeps nothing.
+        return None if kept else f"{self.figure} must be {words}, got {worst:.4g}"
+
+
+GATES = {
+    "strict": [Limit("kl_mean_nats", at_most=0.01), Limit("top1_agreement", at_least=0.98)],
+    "production": [
+        Limit("kl_mean_nats", at_most=0.06),
+        Limit("top1_agreement", at_least=0.93),
+        Limit("perplexity_change", at_most=0.01),
+    ],
+}
+
+
+def broken_limits(gate: str, row: dict[str, float | int]) -> list[str]:
+    """Of the gate `strict` or `production`, on text that nothing was chosen by; empty: passed."""
+    return [words for limit in GATES[gate] if (words := limit.broken_by(row)) is not None]

@@ -1,0 +1,349 @@
+"""The choice of the units that are quantized: proposals, judged by what is measured.
+
+The units that share a decision are one unit; a set S of them is quantized. Selectors predict KL(S)
+from the calibration text and propose the set they think best within the budget. `portfolio` takes
+all their proposals and random sets beside them, measures each on the selection text, and goes on
+from the best by small moves for as long as the measured KL falls. All of it can be killed: what was
+measured is in the journal, and everything else follows from the seed.
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from tqdm import tqdm
+
+from specfit.quantization import gram, in_context
+from specfit.quantization.knapsack import bytes_of
+from specfit.quantization.measured import Divergence, Journal, Measured, Text, mean_interval
+from specfit.quantization.proposals import Predictor, Selector, of_size, proposal
+from specfit.quantization.quadratic import flipped, form, neighbours, random_set
+
+SETS_PER_UNIT = 4
+MISSES_PER_UNIT, LEAST_MISSES = 1, 16  # moves in a row that do not pay, before no more are tried
+TRIES_PER_UNIT, LEAST_TRIES = 4, 64  # moves in all
+MOST_UNITS_OF_THREE_FLIPS = 256  # their number grows with the third power
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a selection must meet. One of the two is set.
+
+    A share can always be met, by all units if by no fewer. Under a ceiling that no set found keeps,
+    as many as fit are none: the selection is then empty, which is logged.
+    """
+
+    min_share: float | None = None  # of the units' weight bytes, above 0; at the least KL
+    max_kl_nats: float | None = None  # mean on the selection text, above 0; as many bytes as fit
+
+    def __post_init__(self) -> None:
+        if (self.min_share is None) == (self.max_kl_nats is None):
+            raise ValueError(
+                "quantize.budget must be either a share of the weight bytes or a largest KL, got "
+                f"{self.min_share} and {self.max_kl_nats}"
+            )
+        if self.min_share is not None and not 0 < self.min_share <= 1:
+            raise ValueError(
+                "quantize.budget must be a share of the weight bytes above 0 and at most 1, got "
+                f"{self.min_share}"
+            )
+        if self.max_kl_nats is not None and not 0 < self.max_kl_nats < inf:
+            raise ValueError(
+                f"quantize.budget must be a largest KL in nats above 0, got {self.max_kl_nats}"
+            )
+
+
+@dataclass(frozen=True)
+class Row:
+    """A set that was measured on the selection text."""
+
+    proposer: str  # a selector's name, or `random`
+    chosen: tuple[int, ...]
+    share: float  # of the weight bytes
+    predicted_kl_nats: float | None  # by its selector, or by the one that leads the moves
+    measured_kl_nats: float
+    measured_kl_nats_low: float
+    measured_kl_nats_high: float
+
+
+@dataclass(frozen=True)
+class Move:
+    """A small change of the best set so far, as it was tried."""
+
+    added: tuple[int, ...]
+    removed: tuple[int, ...]
+    predicted_change_nats: float
+    measured_kl_nats: float
+    kept: bool
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The chosen units, ascending, and how they were found; units are numbered as the caller's."""
+
+    chosen: tuple[int, ...]
+    rows: tuple[Row, ...]  # of a portfolio: the proposals, the random sets, then what was chosen
+    isolated_kl_nats: tuple[float, ...]  # of each unit alone, on the calibration text
+    rho_reliability: float | None  # of the Gram matrix, where it was made
+    cv_r2: dict[str, float]  # by selector, on random sets held out; empty where none were measured
+    moves: tuple[Move, ...]
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """A budget over measured units."""
+
+    measured: Measured
+    budget: Budget
+    seed: int
+
+    @property
+    def costs(self) -> Float[Tensor, " units"]:
+        return self.measured.costs
+
+    @property
+    def min_cost(self) -> float:
+        """In bytes."""
+        return bytes_of(self.costs, self.budget.min_share or 0.0)
+
+    def share(self, chosen: Bool[Tensor, " units"]) -> float:
+        return float(self.costs[chosen].sum() / self.costs.sum())
+
+    def loss(self, chosen: Bool[Tensor, " units"]) -> tuple[float, float]:
+        """What is compared: KL, or, under a ceiling, first the bytes that are left out."""
+        kl = self.measured.mean(chosen, Text.selection)
+        if self.budget.max_kl_nats is None:
+            return 0.0, kl
+        left_out = float(self.costs[~chosen].sum())
+        return (left_out if kl <= self.budget.max_kl_nats else inf), kl
+
+    def row(
+        self, proposer: str, chosen: Bool[Tensor, " units"], predictor: Predictor | None
+    ) -> Row:
+        kl = self.measured.kl(chosen, Text.selection)
+        predicted = None if predictor is None else float(predictor(chosen[None]))
+        ids, share = self.measured.ids(chosen), self.share(chosen)
+        return Row(proposer, ids, share, predicted, float(kl.mean()), *mean_interval(kl, self.seed))
+
+
+def select(
+    divergence: Divergence,
+    budget: Budget,
+    selector: Selector,
+    *,
+    num_sets: int | None,
+    num_random: int,
+    seed: int,
+    journal: Journal,
+) -> Selection:
+    """The units to quantize.
+
+    Args:
+        divergence: the target; `kl` is asked once for a set and text.
+        budget: what the chosen set meets, on the selection text where it is a KL.
+        selector: one that proposes, whose proposal is measured and returned; or the portfolio.
+        num_sets: random sets that `additive` and `coverage` are fitted to; None: four a unit.
+        num_random: random sets that the portfolio measures on the selection text. They hold the
+            share of the budget, or that of the best proposal under a ceiling.
+        seed: of everything random.
+        journal: of everything measured.
+
+    Raises:
+        ValueError: there are too few sets to cross-validate, or a divergence is not finite.
+    """
+    if num_sets is not None and num_sets < in_context.NUM_FOLDS:
+        raise ValueError(
+            f"quantize.num_sets must be at least {in_context.NUM_FOLDS}, got {num_sets}"
+        )
+    if num_random < 0:
+        raise ValueError(f"quantize.num_random must not be negative, got {num_random}")
+    assert bool((divergence.costs > 0).all()), "every unit has bytes"
+    alone, problem = _measured_alone(divergence, budget, journal, seed)
+    guides = _guides(problem, selector, alone, num_sets)
+    if selector is Selector.portfolio:
+        rows, tried = _portfolio(problem, guides, num_random)
+    else:
+        predictor = guides.predictors[selector]
+        chosen = _proposed(problem, selector, predictor)
+        rows, tried = [problem.row(selector.name, chosen, predictor)], []
+    row = rows[-1]
+    log.info(
+        "quantize: %s chose %d of %d units, %.3f of their bytes, KL %.5f nats",
+        *(selector.name, len(row.chosen), len(alone), row.share, row.measured_kl_nats),
+    )
+    if not row.chosen:
+        log.warning("quantize: no set found is within %s; nothing is quantized", budget)
+    return Selection(
+        row.chosen, tuple(rows), alone, guides.rho_reliability, guides.cv_r2, tuple(tried)
+    )
+
+
+def _measured_alone(
+    divergence: Divergence, budget: Budget, journal: Journal, seed: int
+) -> tuple[tuple[float, ...], _Problem]:
+    """KL of each unit, and the problem in order of KL a byte."""
+    num_units = len(divergence.costs)
+    as_given = Measured(divergence, journal, range(num_units))
+    units = torch.eye(num_units, dtype=torch.bool)
+    alone = as_given.means(units, Text.calibration, "units alone").tolist()
+    costs = as_given.costs.tolist()
+    order = sorted(range(num_units), key=lambda i: (alone[i] / costs[i], costs[i], i))
+    return tuple(alone), _Problem(Measured(divergence, journal, order), budget, seed)
+
+
+@dataclass(frozen=True)
+class _Guides:
+    """What is known before sets are judged."""
+
+    predictors: dict[Selector, Predictor]
+    rho_reliability: float | None
+    cv_r2: dict[str, float]
+
+    @property
+    def leading(self) -> Predictor:
+        """The one that explains most of the random sets."""
+        return max(self.predictors.items(), key=lambda item: self.cv_r2[item[0].name])[1]
+
+
+def _guides(
+    problem: _Problem, selector: Selector, alone: tuple[float, ...], num_sets: int | None
+) -> _Guides:
+    measured = problem.measured
+    alone_nats = measured.ordered(alone)
+    predictors = {Selector.isolated: Predictor.of_alone(alone_nats)}
+    reliability, cv_r2 = None, {}
+    if selector in (Selector.gram, Selector.portfolio):
+        halves = measured.gram()
+        reliability = gram.reliability(*halves)
+        predictors[Selector.gram] = Predictor.of_gram(gram.shrunk(*halves))
+    if selector in (Selector.additive, Selector.coverage, Selector.portfolio):
+        sets = in_context.random_sets(
+            problem.costs,
+            _deployed_share(problem, predictors[Selector.isolated]),
+            SETS_PER_UNIT * len(alone) if num_sets is None else num_sets,
+            problem.seed,
+        )
+        kl = measured.means(sets, Text.calibration, "random sets")
+        cv_r2 = {s.name: in_context.affine_r2(p(sets), kl) for s, p in predictors.items()}
+        if selector is not Selector.coverage:
+            additive = in_context.additive(sets, kl, alone_nats)
+            predictors[Selector.additive] = Predictor.of_additive(additive)
+            cv_r2[Selector.additive.name] = additive.cv_r2
+        if selector is not Selector.additive:
+            coverage = in_context.coverage(sets, kl, alone_nats)
+            predictors[Selector.coverage] = Predictor.of_coverage(coverage)
+            cv_r2[Selector.coverage.name] = coverage.cv_r2
+    log.info("quantize: rho_reliability %s, cv_r2 %s", reliability, cv_r2)
+    return _Guides(predictors, reliability, cv_r2)
+
+
+def _deployed_share(problem: _Problem, isolated: Predictor) -> float:
+    if problem.budget.min_share is not None:
+        return problem.budget.min_share
+    return problem.share(_proposed(problem, Selector.isolated, isolated))
+
+
+def _proposed(
+    problem: _Problem, selector: Selector, predictor: Predictor
+) -> Bool[Tensor, " units"]:
+    """The selector's set; under a ceiling, of the most units whose measured KL is below it.
+
+    How many fit is found by bisection, as if more units always cost more. They nearly do.
+    """
+    costs, seed = problem.costs, problem.seed
+    if problem.budget.max_kl_nats is None:
+        return proposal(selector, predictor, costs, problem.min_cost, seed)
+    low, high = 0, len(costs) + 1
+    with tqdm(unit="set", desc=f"quantize: most units by {selector.name}") as bar:
+        while high - low > 1:
+            middle = (low + high) // 2
+            chosen = of_size(selector, predictor, costs, middle, seed)
+            low, high = (middle, high) if problem.loss(chosen)[0] < inf else (low, middle)
+            bar.update()
+    return of_size(selector, predictor, costs, low, seed)
+
+
+def _portfolio(problem: _Problem, guides: _Guides, num_random: int) -> tuple[list[Row], list[Move]]:
+    """All proposals and random sets, measured; the last row is the best of them after its moves."""
+    predictors = guides.predictors.items()
+    sets = [_proposed(problem, selector, predictor) for selector, predictor in predictors]
+    problem.measured.means(sets, Text.selection, "proposals")
+    rows = [
+        problem.row(selector.name, chosen, predictor)
+        for (selector, predictor), chosen in zip(predictors, sets, strict=True)
+    ]
+    share = problem.budget.min_share or problem.share(min(sets, key=problem.loss))
+    generator = torch.Generator().manual_seed(problem.seed + 1)
+    min_cost = bytes_of(problem.costs, share)
+    drawn = [random_set(problem.costs, min_cost, generator) for _ in range(num_random)]
+    problem.measured.means(drawn, Text.selection, "random controls")
+    rows += [problem.row("random", chosen, None) for chosen in drawn]
+    best = min([*sets, *drawn], key=problem.loss)
+    best, tried = _moved(problem, guides.leading, best, {row.chosen for row in rows})
+    return [*rows, problem.row(Selector.portfolio.name, best, guides.leading)], tried
+
+
+def _moved(
+    problem: _Problem,
+    predictor: Predictor,
+    best: Bool[Tensor, " units"],
+    seen: set[tuple[int, ...]],
+) -> tuple[Bool[Tensor, " units"], list[Move]]:
+    """The set from which no move pays, of those tried: the most promising first."""
+    num_units = len(best)
+    max_misses = max(LEAST_MISSES, MISSES_PER_UNIT * num_units)
+    max_tries = max(LEAST_TRIES, TRIES_PER_UNIT * num_units)
+    ids, loss = problem.measured.ids, problem.loss(best)
+    tried: list[Move] = []
+    misses = 0
+    candidates = _candidates(problem, predictor, best)
+    with tqdm(total=max_tries, unit="set", desc="quantize: moves") as bar:
+        while misses < max_misses and len(tried) < max_tries:
+            chosen, predicted = next(candidates, (best, 0.0))
+            if chosen is best:
+                break
+            if ids(chosen) in seen:
+                continue
+            seen.add(ids(chosen))
+            kept = (after := problem.loss(chosen)) < loss
+            added, removed = ids(chosen & ~best), ids(best & ~chosen)
+            tried.append(Move(added, removed, predicted, after[1], kept))
+            bar.update()
+            misses = 0 if kept else misses + 1
+            if kept:
+                best, loss = chosen, after
+                candidates = _candidates(problem, predictor, best)
+    return best, tried
+
+
+def _candidates(
+    problem: _Problem, predictor: Predictor, best: Bool[Tensor, " units"]
+) -> Iterator[tuple[Bool[Tensor, " units"], float]]:
+    """Sets a move away and their predicted change of KL, in the order in which they are tried.
+
+    Under a share those that hold it, the lowest KL first. Under a ceiling those of more bytes, or
+    of as many at a lower KL: first those predicted to fit, the largest first, then the others, the
+    lowest KL first.
+    """
+    max_flips = 3 if len(best) <= MOST_UNITS_OF_THREE_FLIPS else 2
+    around = neighbours(predictor.quadratic, best, problem.costs, max_flips)
+    now = form(predictor.quadratic, best[None])
+    changes = predictor.to_nats(now + around.changes) - predictor.to_nats(now)
+    ceiling = problem.budget.max_kl_nats
+    if ceiling is None:
+        allowed = around.costs >= problem.min_cost
+        order = changes.argsort(stable=True)
+    else:
+        held = float(problem.costs[best].sum())
+        allowed = (around.costs > held) | ((around.costs == held) & (changes < 0))
+        misfit = problem.loss(best)[1] + changes > ceiling
+        order = torch.where(misfit, changes, -around.costs).argsort(stable=True)
+        order = order[misfit[order].int().argsort(stable=True)]
+    for idx in order[allowed[order]].tolist():
+        yield flipped(best, around.flips[idx]), float(changes[idx])

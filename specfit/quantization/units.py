@@ -1,0 +1,78 @@
+"""What is quantized together: the matrices of a decoder layer that engines fuse."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# By the last part of a matrix's name: the unit it belongs to. What is not here is never quantized:
+# embeddings, heads, norms, routers (`gate`), convolutions, biases.
+_UNIT_OF = {
+    "q_proj": "qkv",
+    "k_proj": "qkv",
+    "v_proj": "qkv",
+    "qkv_proj": "qkv",
+    "q_a_proj": "qkv_a",  # DeepSeek's latent attention
+    "kv_a_proj_with_mqa": "qkv_a",
+    "q_b_proj": "q_b",
+    "kv_b_proj": "kv_b",
+    "o_proj": "o",
+    "gate_proj": "gate_up",
+    "up_proj": "gate_up",
+    "gate_up_proj": "gate_up",
+    "w1": "gate_up",  # Mixtral's experts
+    "w3": "gate_up",
+    "down_proj": "down",
+    "w2": "down",
+}
+_NAME = re.compile(r"(?:^|\.)layers\.(?P<layer>\d+)\.(?P<block>.*\.)?(?P<leaf>\w+)$")
+_NOT_TEXT = ("visual.", "vision_tower.", "vision_model.", "audio_tower.", "mtp.")
+
+
+@dataclass(frozen=True, order=True)
+class Unit:
+    """Matrices that are quantized together or not at all."""
+
+    layer: int
+    name: str  # within the layer: qkv, o, gate_up, down; those of experts: experts.gate_up, …
+
+    def __str__(self) -> str:
+        """As it stands in recipe.json."""
+        return f"layers.{self.layer}.{self.name}"
+
+
+def unit_of(tensor: str) -> Unit | None:
+    """The unit of a tensor or parameter, by its name; None when it is never quantized."""
+    found = _NAME.search(tensor.removesuffix(".weight"))
+    if found is None or any(part in tensor for part in _NOT_TEXT):
+        return None
+    block, leaf = found["block"] or "", found["leaf"]
+    name = _UNIT_OF.get(leaf)
+    experts = ".experts." in f".{block}"
+    # Fused experts are parameters of their own; any other weight is a module's.
+    if name is None or not (experts or tensor.endswith(".weight")):
+        return None
+    if "shared_expert" in block:
+        name = f"shared.{name}"
+    return Unit(int(found["layer"]), f"experts.{name}" if experts else name)
+
+
+def units_of(tensors: Iterable[str]) -> dict[Unit, list[str]]:
+    """The units of a checkpoint or a model and the tensors of each, in order of the layers."""
+    found: dict[Unit, list[str]] = {}
+    for tensor in tensors:
+        unit = unit_of(tensor)
+        if unit is not None:
+            found.setdefault(unit, []).append(tensor)
+    return {unit: sorted(found[unit]) for unit in sorted(found)}
+
+
+def fused(tensors: Iterable[str]) -> list[list[str]]:
+    """The tensors of a unit in the groups that share a global scale: q, k, v; gate, up.
+
+    Engines join these into one matrix, which has one global scale; each expert has its own.
+    """
+    groups: dict[str, list[str]] = {}
+    for tensor in tensors:
+        module = tensor.removesuffix(".weight").rpartition(".")[0]
+        groups.setdefault(module, []).append(tensor)
+    return list(groups.values())

@@ -1,0 +1,78 @@
+"""What is quantized together, by name, in the layouts of models and of checkpoints."""
+
+import pytest
+from tiny_architectures import tiny
+
+from specfit.quantization.units import Unit, fused, unit_of, units_of
+
+
+@pytest.mark.parametrize(
+    ("tensor", "unit"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", "layers.0.qkv"),
+        ("model.layers.11.self_attn.v_proj.weight", "layers.11.qkv"),
+        ("model.layers.3.self_attn.qkv_proj.weight", "layers.3.qkv"),
+        ("model.layers.3.self_attn.o_proj.weight", "layers.3.o"),
+        ("model.layers.3.mlp.gate_proj.weight", "layers.3.gate_up"),
+        ("model.layers.3.mlp.gate_up_proj.weight", "layers.3.gate_up"),
+        ("model.layers.3.mlp.down_proj.weight", "layers.3.down"),
+        ("model.layers.3.mlp.experts.17.up_proj.weight", "layers.3.experts.gate_up"),
+        ("model.layers.3.mlp.experts.gate_up_proj", "layers.3.experts.gate_up"),
+        ("model.layers.3.mlp.experts.down_proj", "layers.3.experts.down"),
+        ("model.layers.3.block_sparse_moe.experts.2.w2.weight", "layers.3.experts.down"),
+        ("model.layers.3.block_sparse_moe.experts.2.w3.weight", "layers.3.experts.gate_up"),
+        ("model.layers.3.mlp.shared_experts.down_proj.weight", "layers.3.shared.down"),
+        ("model.layers.3.mlp.shared_expert.up_proj.weight", "layers.3.shared.gate_up"),
+        ("model.layers.3.self_attn.q_a_proj.weight", "layers.3.qkv_a"),
+        ("model.language_model.layers.3.mlp.down_proj.weight", "layers.3.down"),
+    ],
+)
+def test_a_matrix_belongs_to_the_unit_that_engines_fuse(tensor, unit):
+    assert str(unit_of(tensor)) == unit
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        "model.norm.weight",
+        "model.layers.3.input_layernorm.weight",
+        "model.layers.3.self_attn.q_norm.weight",
+        "model.layers.3.self_attn.q_proj.bias",
+        "model.layers.3.self_attn.sinks",
+        "model.layers.3.mlp.gate.weight",
+        "model.layers.3.mlp.router.weight",
+        "model.layers.3.mlp.shared_expert_gate.weight",
+        "model.layers.3.mlp.gate.e_score_correction_bias",
+        "model.layers.3.mlp.experts.gate_up_proj_bias",
+        "model.visual.blocks.3.attn.qkv_proj.weight",
+        "vision_tower.encoder.layers.3.self_attn.q_proj.weight",
+    ],
+)
+def test_embeddings_heads_norms_routers_and_vision_are_never_quantized(tensor):
+    assert unit_of(tensor) is None
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gemma2"])
+def test_the_units_of_a_model_come_in_order_of_its_layers(architecture):
+    target = tiny(architecture)
+    found = units_of(name for name, _ in target.model.named_parameters())
+    assert [unit.layer for unit in found] == [i // 4 for i in range(4 * 6)]
+    mlp = "experts." if architecture == "qwen3_moe" else ""
+    assert {u.name for u in found} == {"qkv", "o", f"{mlp}gate_up", f"{mlp}down"}
+    weights = dict(target.model.named_parameters())
+    assert all(weights[name].dim() >= 2 for names in found.values() for name in names)
+
+
+def test_tenth_layers_come_after_the_second():
+    names = [f"layers.{i}.self_attn.o_proj.weight" for i in (10, 2, 0)]
+    assert list(units_of(names)) == [Unit(0, "o"), Unit(2, "o"), Unit(10, "o")]
+
+
+def test_experts_share_a_global_scale_within_themselves_only():
+    experts = "model.layers.0.mlp.experts"
+    tensors = [f"{experts}.{i}.{leaf}_proj.weight" for i in (0, 1) for leaf in ("gate", "up")]
+    assert fused(tensors) == [tensors[:2], tensors[2:]]
+    attention = [f"model.layers.0.self_attn.{leaf}_proj.weight" for leaf in "qkv"]
+    assert fused(attention) == [attention]
