@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import get_type_hints
+from typing import NoReturn, get_type_hints
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -23,6 +23,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from specfit import config
 from specfit.artifacts import ArtifactStore, StatusRow
+from specfit.checks import GateRejected
 from specfit.files import write_json
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,11 @@ USER_ERRORS = (
 
 
 def main() -> None:
-    """Runs the command line; exits with 2 after an error of the user's, 130 after Ctrl-C."""
+    """Runs the command line.
+
+    Exits with 2 after an error of the user's, 3 where a gate rejects what was made, 130 after
+    Ctrl-C.
+    """
     # OpenMP's waiting threads otherwise burn the cores that other work on the machine needs, and
     # then wait for it in turn: ten times slower beside one busy process. So few rounds cost nothing
     # when alone; not to wait at all costs a third. Read when torch loads.
@@ -50,8 +55,7 @@ def main() -> None:
     except USER_ERRORS as error:
         if "SPECFIT_DEBUG" in os.environ:
             raise
-        sys.stderr.write(f"specfit: error: {one_line(error)}\n")
-        sys.exit(2)
+        _exit(error)
     except KeyboardInterrupt:
         sys.stderr.write(
             "specfit: interrupted; what was made is kept: the same command resumes there\n"
@@ -70,8 +74,12 @@ def _app(cfg: DictConfig) -> None:
             raise
         if "SPECFIT_DEBUG" in os.environ:
             raise
-        sys.stderr.write(f"specfit: error: {one_line(error)}\n")
-        sys.exit(2)
+        _exit(error)
+
+
+def _exit(error: BaseException) -> NoReturn:
+    sys.stderr.write(f"specfit: error: {one_line(error)}\n")
+    sys.exit(3 if isinstance(error, GateRejected) else 2)
 
 
 def _job(cfg: config.RunConfig) -> None:

@@ -7,6 +7,8 @@ from enum import Enum
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from specfit.checks import require, require_positive
+from specfit.quantization.config import QuantizeConfig
 from specfit_data.sources import Source
 
 
@@ -16,13 +18,14 @@ class Stage(Enum):
     status = 0
     target = 1
     prompts = 2
-    generate = 3
-    fit = 4
-    extract = 5
-    train = 6
-    measure = 7
-    export = 8
-    report = 9
+    quantize = 3
+    generate = 4
+    fit = 5
+    extract = 6
+    train = 7
+    measure = 8
+    export = 9
+    report = 10
 
 
 class LossOn(Enum):
@@ -55,11 +58,6 @@ class Init(Enum):
     random = 2
 
 
-def _require(holds: bool, key: str, requirement: str, value: object) -> None:
-    if not holds:
-        raise ValueError(f"{key} must {requirement}, got {value}")
-
-
 @dataclass
 class TargetConfig:
     """The model that is sped up; it is never trained. Its sizes are read, not configured."""
@@ -72,7 +70,7 @@ class TargetConfig:
 
     def __post_init__(self) -> None:
         dtypes = ("auto", "float32", "bfloat16", "float16")
-        _require(self.dtype in dtypes, "target.dtype", f"be one of {', '.join(dtypes)}", self.dtype)
+        require(self.dtype in dtypes, "target.dtype", f"be one of {', '.join(dtypes)}", self.dtype)
 
 
 @dataclass
@@ -89,15 +87,16 @@ class DataConfig:
     loss_on: LossOn = LossOn.all_turns
 
     def __post_init__(self) -> None:
-        for name in ("num_train", "num_validation", "num_test", "min_prompt_tokens"):
-            _require(getattr(self, name) >= 1, f"data.{name}", "be at least 1", getattr(self, name))
-        _require(
+        require_positive(
+            self, "data", "num_train", "num_validation", "num_test", "min_prompt_tokens"
+        )
+        require(
             self.max_prompt_tokens >= self.min_prompt_tokens,
             "data.max_prompt_tokens",
             f"be at least data.min_prompt_tokens ({self.min_prompt_tokens})",
             self.max_prompt_tokens,
         )
-        _require(
+        require(
             0 <= self.max_rejected <= 1, "data.max_rejected", "lie in [0, 1]", self.max_rejected
         )
 
@@ -120,14 +119,14 @@ class ProfileConfig:
     components: list[ComponentConfig] = MISSING
 
     def __post_init__(self) -> None:
-        _require(len(self.components) > 0, "profile.components", "not be empty", self.components)
+        require(len(self.components) > 0, "profile.components", "not be empty", self.components)
         names = [c.name for c in self.components]
-        _require(len(set(names)) == len(names), "profile.components", "have distinct names", names)
+        require(len(set(names)) == len(names), "profile.components", "have distinct names", names)
         for i, c in enumerate(self.components):
             key = f"profile.components[{i}]"
-            _require(c.weight > 0, f"{key}.weight", "be positive", c.weight)
-            _require(len(c.sources) > 0, f"{key}.sources", "not be empty", c.sources)
-            _require(c.temperature >= 0, f"{key}.temperature", "be at least 0", c.temperature)
+            require(c.weight > 0, f"{key}.weight", "be positive", c.weight)
+            require(len(c.sources) > 0, f"{key}.sources", "not be empty", c.sources)
+            require(c.temperature >= 0, f"{key}.temperature", "be at least 0", c.temperature)
 
 
 @dataclass
@@ -141,12 +140,9 @@ class GenerateConfig:
     batch_size: int = 32  # sequences decoded at once
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "batch_size"):
-            _require(
-                getattr(self, name) >= 1, f"generate.{name}", "be at least 1", getattr(self, name)
-            )
-        _require(0 < self.top_p <= 1, "generate.top_p", "lie in (0, 1]", self.top_p)
-        _require(
+        require_positive(self, "generate", "max_new_tokens", "batch_size")
+        require(0 < self.top_p <= 1, "generate.top_p", "lie in (0, 1]", self.top_p)
+        require(
             self.temperature is None or self.temperature >= 0,
             "generate.temperature",
             "be at least 0, or null",
@@ -168,10 +164,7 @@ class ExtractConfig:
     while_generating: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "shard_tokens", "batch_size"):
-            _require(
-                getattr(self, name) >= 1, f"extract.{name}", "be at least 1", getattr(self, name)
-            )
+        require_positive(self, "extract", "max_tokens", "shard_tokens", "batch_size")
 
 
 @dataclass
@@ -189,15 +182,15 @@ class SpeculatorConfig:
     norm_output: bool = False
 
     def __post_init__(self) -> None:
-        _require(self.name == "eagle3", "speculator.name", "be eagle3", self.name)
-        _require(
+        require(self.name == "eagle3", "speculator.name", "be eagle3", self.name)
+        require(
             self.draft_vocab_size >= 1,
             "speculator.draft_vocab_size",
             "be positive",
             self.draft_vocab_size,
         )
         if self.aux_layers is not None:
-            _require(
+            require(
                 sorted(set(self.aux_layers)) == list(self.aux_layers) and self.aux_layers != [],
                 "speculator.aux_layers",
                 "ascend, without repeats",
@@ -230,22 +223,16 @@ class TrainConfig:
     save_every_s: float = 60.0  # seconds between checkpoints to resume from
 
     def __post_init__(self) -> None:
-        for name in ("ttt_steps", "epochs", "pack_tokens", "packs_per_step"):
-            _require(
-                getattr(self, name) >= 1, f"train.{name}", "be at least 1", getattr(self, name)
-            )
-        for name in ("evals", "eval_draft_tokens"):
-            _require(
-                getattr(self, name) >= 1, f"train.{name}", "be at least 1", getattr(self, name)
-            )
+        counts = ("ttt_steps", "epochs", "pack_tokens", "packs_per_step", "evals")
+        require_positive(self, "train", *counts, "eval_draft_tokens")
         for name in ("lr", "max_grad_norm", "step_decay"):
-            _require(getattr(self, name) > 0, f"train.{name}", "be positive", getattr(self, name))
-        _require(self.weight_decay >= 0, "train.weight_decay", "be at least 0", self.weight_decay)
+            require(getattr(self, name) > 0, f"train.{name}", "be positive", getattr(self, name))
+        require(self.weight_decay >= 0, "train.weight_decay", "be at least 0", self.weight_decay)
         pair = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        _require(pair, "train.betas", "be two numbers in [0, 1)", self.betas)
+        require(pair, "train.betas", "be two numbers in [0, 1)", self.betas)
         for name in ("min_lr_share", "warmup_share"):
             value = getattr(self, name)
-            _require(0 <= value <= 1, f"train.{name}", "lie in [0, 1]", value)
+            require(0 <= value <= 1, f"train.{name}", "lie in [0, 1]", value)
 
 
 @dataclass
@@ -266,22 +253,27 @@ class MeasureConfig:
     def __post_init__(self) -> None:
         ks = self.num_draft_tokens
         distinct = len(set(ks)) == len(ks) > 0 and min(ks) >= 1
-        _require(distinct, "measure.num_draft_tokens", "be distinct numbers from 1 on", ks)
+        require(distinct, "measure.num_draft_tokens", "be distinct numbers from 1 on", ks)
         temperatures = self.temperatures
         distinct = temperatures is None or len(set(temperatures)) == len(temperatures) > 0
-        _require(distinct, "measure.temperatures", "be null or distinct numbers", temperatures)
-        for name in ("max_new_tokens", "batch_size", "num_timed", "num_bootstrap", "ngram_min"):
-            _require(
-                getattr(self, name) >= 1, f"measure.{name}", "be at least 1", getattr(self, name)
-            )
-        _require(0 < self.confidence < 1, "measure.confidence", "lie in (0, 1)", self.confidence)
-        _require(
+        require(distinct, "measure.temperatures", "be null or distinct numbers", temperatures)
+        require_positive(
+            self,
+            "measure",
+            "max_new_tokens",
+            "batch_size",
+            "num_timed",
+            "num_bootstrap",
+            "ngram_min",
+        )
+        require(0 < self.confidence < 1, "measure.confidence", "lie in (0, 1)", self.confidence)
+        require(
             self.ngram_max >= self.ngram_min,
             "measure.ngram_max",
             f"be at least measure.ngram_min ({self.ngram_min})",
             self.ngram_max,
         )
-        _require(
+        require(
             all(t >= 0 for t in self.temperatures or []),
             "measure.temperatures",
             "be at least 0 each",
@@ -309,14 +301,14 @@ class RuntimeConfig:
     min_free_gb: float = 1.0  # GiB that must be free before a stage starts
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.num_processes >= 1, "runtime.num_processes", "be at least 1", self.num_processes
         )
-        _require(self.num_threads >= 0, "runtime.num_threads", "be at least 0", self.num_threads)
+        require(self.num_threads >= 0, "runtime.num_threads", "be at least 0", self.num_threads)
         known = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None
-        _require(known, "runtime.device", "be auto, cpu, cuda or cuda:N", self.device)
+        require(known, "runtime.device", "be auto, cpu, cuda or cuda:N", self.device)
         one = self.num_processes == 1 or ":" not in self.device
-        _require(one, "runtime.device", "have no index with several processes", self.device)
+        require(one, "runtime.device", "have no index with several processes", self.device)
 
 
 @dataclass
@@ -330,6 +322,7 @@ class RunConfig:
     target: TargetConfig = MISSING
     data: DataConfig = MISSING
     profile: ProfileConfig = MISSING
+    quantize: QuantizeConfig = MISSING
     generate: GenerateConfig = MISSING
     extract: ExtractConfig = MISSING
     speculator: SpeculatorConfig = MISSING

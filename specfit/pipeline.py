@@ -18,10 +18,21 @@ from specfit.config import ExtractMode, RunConfig, Stage
 from specfit.files import GIB, dumps
 from specfit.recipes import recipes_of
 from specfit.speculators.initialize import aux_layers_of, head_config
-from specfit.stages import export, extract, fit, generate, measure, prompts, report, target, train
+from specfit.stages import (
+    export,
+    extract,
+    fit,
+    generate,
+    measure,
+    prompts,
+    quantize,
+    report,
+    target,
+    train,
+)
 from specfit.states.record import StateRecorder
 from specfit.targets.info import TargetInfo, read_info_file
-from specfit.targets.load import device_of, open_target
+from specfit.targets.load import checkpoint_folder, device_of, open_target
 from specfit.targets.locate import locate
 from specfit.targets.target import Target
 
@@ -74,20 +85,37 @@ class _Path:
 
     @cached_property
     def info(self) -> TargetInfo:
-        return read_info_file(self.target.file("info.json"))
+        return read_info_file(self.served.file("info.json"))
+
+    @cached_property
+    def plain(self) -> Target:
+        """The target as it comes, in memory: loaded by the first stage that needs it."""
+        return self._open_plain()
+
+    @property
+    def _open_plain(self) -> Callable[[], Target]:
+        return partial(open_target, self.target, self.cfg.target, self.location, self.device)
+
+    @property
+    def served(self) -> Artifact:
+        """What holds the target that speculation is fitted to."""
+        return self.target if self.cfg.quantize.budget is None else self.quantize
 
     @cached_property
     def loaded(self) -> Target:
-        """The target in memory: loaded by the first stage that needs it."""
-        return self.open_target()
+        """That target in memory."""
+        return self.plain if self.served is self.target else self.open_served()
 
     @property
-    def open_target(self) -> Callable[[], Target]:
-        return partial(open_target, self.target, self.cfg.target, self.location, self.device)
+    def open_served(self) -> Callable[[], Target]:
+        if self.served is self.target:
+            return self._open_plain
+        return partial(quantize.open_quantized, self.served, self.device)
 
     @cached_property
     def prompts(self) -> Artifact:
-        head_config(self.cfg.speculator, self.info)  # fails here, not after the answers
+        info = read_info_file(self.target.file("info.json"))
+        head_config(self.cfg.speculator, info)  # fails here, not after the answers
         return self._make(
             "prompts",
             lambda folder: prompts.run(
@@ -95,13 +123,39 @@ class _Path:
                 data=self.cfg.data,
                 profile=self.cfg.profile,
                 seed=self.cfg.seed,
-                tokenizer=self.loaded.tokenizer,
+                tokenizer=self.plain.tokenizer,
             ),
         )
 
     @cached_property
-    def generate(self) -> Artifact:
+    def quantize(self) -> Artifact:
+        if self.cfg.quantize.budget is None:
+            raise ValueError(
+                "quantize.budget must be set for stage=quantize (0.67: two thirds of the weights "
+                "in NVFP4), got null"
+            )
         conversations = self.prompts
+        made = self._make(
+            "quantize",
+            lambda folder: quantize.run(
+                quantize.QuantizeJob(
+                    folder=folder,
+                    config=self.cfg.quantize,
+                    profile=self.cfg.profile,
+                    seed=self.cfg.seed,
+                    prompts=conversations,
+                    source=checkpoint_folder(self.target, self.location),
+                    target=self.plain,
+                )
+            ),
+        )
+        self.__dict__.pop("plain", None)  # nobody needs both in memory
+        quantize.check_gate(made, self.cfg.quantize.gate)
+        return made
+
+    @cached_property
+    def generate(self) -> Artifact:
+        conversations, _ = self.prompts, self.served
 
         def make(folder: Path) -> None:
             with self._recorder() as recorder:
@@ -195,7 +249,7 @@ class _Path:
                     # One process uses what is in memory; several open it each.
                     open_target=(lambda: self.loaded)
                     if runtime.num_processes == 1
-                    else self.open_target,
+                    else self.open_served,
                     wandb_project=runtime.wandb_project if runtime.wandb else None,
                 ),
                 num_processes=runtime.num_processes,

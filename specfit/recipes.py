@@ -8,7 +8,18 @@ from typing import Any
 
 from specfit.artifacts import Recipe
 from specfit.config import ExtractMode, RunConfig, Stage
-from specfit.stages import export, extract, fit, generate, measure, prompts, report, target, train
+from specfit.stages import (
+    export,
+    extract,
+    fit,
+    generate,
+    measure,
+    prompts,
+    quantize,
+    report,
+    target,
+    train,
+)
 from specfit.targets.load import device_of, dtype_name
 from specfit.targets.locate import Location, file_digest
 from specfit_data.sources import commit_of, local_file
@@ -25,9 +36,13 @@ def recipes_of(cfg: RunConfig, location: Location, digests: Path) -> dict[str, R
     online = cfg.extract.mode is ExtractMode.online
     stored = "" if online else "extract"
     weights = {c.name: c.weight for c in cfg.profile.components}
+    # What everything after the prompts is fitted to.
+    served = "target" if cfg.quantize.budget is None else "quantize"
     add(Stage.target, target.VERSION, _target(cfg, location), "")
     add(Stage.prompts, prompts.VERSION, _data(cfg, digests), "target")
-    add(Stage.generate, generate.VERSION, _generate(cfg), "target prompts")
+    if served == "quantize":
+        add(Stage.quantize, quantize.VERSION, _quantize(cfg), "target prompts")
+    add(Stage.generate, generate.VERSION, _generate(cfg), f"{served} prompts")
     vocab = {
         "weights": weights,
         "draft_vocab_size": cfg.speculator.draft_vocab_size,
@@ -38,7 +53,7 @@ def recipes_of(cfg: RunConfig, location: Location, digests: Path) -> dict[str, R
     del states["mode"], states["while_generating"]  # how states are made, not what they are
     if not online:
         layers = {"aux_layers": cfg.speculator.aux_layers}
-        add(Stage.extract, extract.VERSION, states | layers, "target generate")
+        add(Stage.extract, extract.VERSION, states | layers, f"{served} generate")
     training = {
         "train": {k: v for k, v in asdict(cfg.train).items() if k != "save_every_s"},
         "speculator": asdict(cfg.speculator),
@@ -46,16 +61,18 @@ def recipes_of(cfg: RunConfig, location: Location, digests: Path) -> dict[str, R
         "states": states if online else None,
         "seed": cfg.seed,
     }
-    add(Stage.train, train.VERSION, training, f"target generate fit {stored}")
+    add(Stage.train, train.VERSION, training, f"{served} generate fit {stored}")
     measuring = {
         "measure": asdict(cfg.measure),
         "components": [asdict(c) for c in cfg.profile.components],
         "seed": cfg.seed,
     }
-    add(Stage.measure, measure.VERSION, measuring, "target prompts train")
-    add(Stage.export, export.VERSION, {"seed": cfg.seed}, "target train")
+    add(Stage.measure, measure.VERSION, measuring, f"{served} prompts train")
+    add(Stage.export, export.VERSION, {"seed": cfg.seed}, f"{served} train")
     shown = {"profile": asdict(cfg.profile), "sweep": _sweep(cfg.report.sweep)}
-    add(Stage.report, report.VERSION, shown, f"prompts generate fit {stored} train measure export")
+    quantized = "quantize" if served == "quantize" else ""
+    read = f"prompts {quantized} generate fit {stored} train measure export"
+    add(Stage.report, report.VERSION, shown, read)
     return found
 
 
@@ -66,6 +83,13 @@ def _target(cfg: RunConfig, location: Location) -> dict[str, Any]:
         "dtype": dtype_name(cfg.target.dtype, device_of(cfg.runtime.device)),
         "trust_remote_code": cfg.target.trust_remote_code,
     }
+
+
+def _quantize(cfg: RunConfig) -> dict[str, Any]:
+    params = asdict(cfg.quantize)
+    del params["gate"]  # it judges what is made, and makes nothing
+    components = [(c.name, c.weight, c.temperature) for c in cfg.profile.components]
+    return params | {"components": components, "seed": cfg.seed}
 
 
 def _generate(cfg: RunConfig) -> dict[str, Any]:

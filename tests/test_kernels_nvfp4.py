@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specfit_kernels import e2m1, weights
 from specfit_kernels.nvfp4 import (
     FP4Tensor,
-    ScaleRule,
     fake_quantize_activations,
     quantize,
     shared_global_scale,
 )
+from specfit_kernels.rules import ScaleRule
 
 RULES = pytest.mark.parametrize("rule", ScaleRule)
 CONVENTIONS = pytest.mark.parametrize("divides", [True, False], ids=["divides", "multiplies"])

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from specfit_kernels import e2m1, fp8
-from specfit_kernels.nvfp4 import ScaleRule, fake_quantize_activations, quantize
+from specfit_kernels.nvfp4 import fake_quantize_activations, quantize
+from specfit_kernels.rules import ScaleRule
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from specfit.quantization.measured import Text
 from specfit.quantization.switch import UnitSwitch
 from specfit.quantization.units import Unit
 from specfit.targets.target import Target
-from specfit_kernels.nvfp4 import ScaleRule
+from specfit_kernels.rules import ScaleRule
 
 UNITS = [Unit(1, "gate_up"), Unit(3, "qkv"), Unit(4, "down")]
 
@@ -34,8 +34,8 @@ def measuring(architecture="llama"):
         return Passages.of(conversations, 4, 16)
 
     texts = {Text.calibration: passages(0), Text.selection: passages(100)}
-    costs = torch.ones(len(switch.units))
-    divergence = ModelDivergence(target, switch, texts, costs=costs, batch_size=4)
+    groups = [[unit] for unit in switch.units]
+    divergence = ModelDivergence(target, switch, texts, groups=groups, batch_size=4)
     return divergence, torch.tensor([unit in UNITS for unit in switch.units])
 
 

@@ -12,12 +12,8 @@ from specfit.quantization.measured import Divergence, Text
 from specfit.quantization.switch import UnitSwitch
 from specfit.quantization.units import Unit
 from specfit.targets.target import Target
-from specfit_kernels.nvfp4 import (
-    ScaleRule,
-    fake_quantize_activations,
-    quantize,
-    shared_global_scale,
-)
+from specfit_kernels.nvfp4 import fake_quantize_activations, quantize, shared_global_scale
+from specfit_kernels.rules import ScaleRule
 
 ARCHITECTURES = ["llama", "qwen3_moe", "gemma2", "gpt_oss", "gemma3"]
 
@@ -44,8 +40,8 @@ def passages(num=5, context=6, counted=7):
 def measuring(target, batch_size=2, input_scales=None):
     switch = UnitSwitch(target, rule=ScaleRule.search, input_scales=input_scales)
     texts = {Text.calibration: passages()[1], Text.selection: passages(3)[1]}
-    costs = torch.tensor([float(switch.num_weights(unit)) for unit in switch.units])
-    return ModelDivergence(target, switch, texts, costs=costs, batch_size=batch_size)
+    groups = [[unit] for unit in switch.units]
+    return ModelDivergence(target, switch, texts, groups=groups, batch_size=batch_size)
 
 
 def mask(divergence, *units):
@@ -208,3 +204,17 @@ def test_one_units_gram_is_twice_its_divergence():
     for i, unit in enumerate(divergence.switch.units[:4]):
         kl = float(divergence.kl(mask(divergence, unit), Text.calibration).mean())
         assert float(mean[i, i]) / 2 == pytest.approx(kl, rel=0.1)
+
+
+def test_groups_of_units_are_chosen_together():
+    target = own("llama")
+    apart = measuring(target)
+    layers = [[u for u in apart.switch.units if u.layer == i] for i in range(6)]
+    together = ModelDivergence(
+        target, apart.switch, {Text.selection: passages(3)[1]}, groups=layers, batch_size=2
+    )
+    assert together.costs.sum() == apart.costs.sum()
+    assert len(set(together.costs.tolist())) == 1
+    chosen = torch.tensor([False, True, False, False, True, False])
+    units = torch.tensor([unit.layer in (1, 4) for unit in apart.switch.units])
+    assert torch.equal(together.kl(chosen, Text.selection), apart.kl(units, Text.selection))

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from specfit.quantization import in_context, knapsack
+from specfit.quantization.config import Selector
 from specfit.quantization.knapsack import cheapest
-from specfit.quantization.proposals import Predictor, Selector, proposal, ranked
+from specfit.quantization.proposals import Predictor, proposal, ranked
 from specfit.quantization.quadratic import annealed, flipped, form, neighbours, random_set
 
 

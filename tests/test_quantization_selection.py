@@ -6,8 +6,8 @@ import pytest
 import torch
 from synthetic_targets import Journal, SyntheticTarget, mixed_units
 
+from specfit.quantization.config import Selector
 from specfit.quantization.measured import Divergence, Text, mean_interval
-from specfit.quantization.proposals import Selector
 from specfit.quantization.selection import Budget, Selection, select
 
 SETS = torch.tensor([[bool(i >> unit & 1) for unit in range(8)] for i in range(256)])

@@ -358,14 +358,15 @@ def test_another_seed_gives_other_answers():
     assert answers[0] != answers[1]
 
 
-def test_progress_counts_every_token():
+def test_progress_counts_every_token_of_prompts_and_answers():
     target = HashTarget()
     settings = DecodeSettings(4, max_new_tokens=13, batch_size=3)
-    progress = []
+    progress, requests = [], ragged_requests(9)
     answers = decode(
-        target, proposer("right", target), ragged_requests(9), settings, on_progress=progress.append
+        target, proposer("right", target), requests, settings, on_progress=progress.append
     )
-    assert sum(len(a.tokens) for a in answers) == sum(progress)
+    num_answered = sum(len(a.tokens) for a in answers)
+    assert sum(len(r.prompt) for r in requests) + num_answered == sum(progress)
 
 
 def test_answers_come_as_they_finish():

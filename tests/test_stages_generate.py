@@ -124,13 +124,13 @@ def killed(words, tmp_path, monkeypatch):
 def decoded(monkeypatch):
     """The ids that are decoded from here on."""
     ids = []
-    answer = generate.answer
+    answer = generate.answer_plainly
 
-    def spy(slots, proposer, requests, *args, **kwargs):
+    def spy(target, requests, **kwargs):
         ids.extend(r.id for r in requests)
-        return answer(slots, proposer, requests, *args, **kwargs)
+        return answer(target, requests, **kwargs)
 
-    monkeypatch.setattr(generate, "answer", spy)
+    monkeypatch.setattr(generate, "answer_plainly", spy)
     return ids
 
 
@@ -179,14 +179,14 @@ def test_a_target_that_only_loops_is_an_error_with_a_way_out(broken):
 def test_looping_answers_are_dropped_and_counted(words, conversations, monkeypatch):
     # The first three prompts by id are answered by a loop, the others as they are.
     looping = sorted(conversations)[:3]
-    answers_of = generate.answer
+    answers_of = generate.answer_plainly
 
     def loop(*args, **kwargs):
         for answer in answers_of(*args, **kwargs):
             loops = {"finish_reason": "repetition", "loop_start": 0}
             yield replace(answer, **(loops if answer.id in looping else {}))
 
-    monkeypatch.setattr(generate, "answer", loop)
+    monkeypatch.setattr(generate, "answer_plainly", loop)
     artifact = tiny_runs.run(words, "generate.max_new_tokens=5")
     figures = tiny_runs.read_json(artifact, "generate.json")
     rows = tiny_runs.read_lines(artifact, "answers.jsonl")

@@ -254,7 +254,7 @@ def test_nothing_is_kept_that_no_one_asked_for(words, more):
 
 
 def test_looping_answers_are_not_kept(words, monkeypatch):
-    real, ids = generate.answer, []
+    real, ids = generate.answer_plainly, []
 
     def loop(*args, **kwargs):
         for answer in real(*args, **kwargs):
@@ -262,7 +262,7 @@ def test_looping_answers_are_not_kept(words, monkeypatch):
             loops = {"finish_reason": "repetition", "loop_start": 0}
             yield replace(answer, **(loops if len(ids) % 3 == 0 else {}))
 
-    monkeypatch.setattr(generate, "answer", loop)
+    monkeypatch.setattr(generate, "answer_plainly", loop)
     artifact = tiny_runs.run(words, "stage=extract")
     answers = tiny_runs.read_lines(tiny_runs.run(words, "stage=generate"), "answers.jsonl")
     assert len(answers) == 7

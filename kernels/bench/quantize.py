@@ -15,7 +15,8 @@ import torch
 from compressed_tensors import compressors, quantization
 from torch import Tensor
 
-from specfit_kernels.nvfp4 import ScaleRule, quantize
+from specfit_kernels.nvfp4 import quantize
+from specfit_kernels.rules import ScaleRule
 
 
 def compressed_tensors_path(weight: Tensor) -> None:

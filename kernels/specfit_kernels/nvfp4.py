@@ -13,25 +13,17 @@ on Gaussian values: amax .095, four_over_six .087, search .081.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from jaxtyping import Float, Float8e4m3fn, Float32, UInt8
 from torch import Tensor
 
 from specfit_kernels import e2m1, fp8
+from specfit_kernels.rules import ScaleRule
 from specfit_kernels.weights import finite_amax, row_chunks
 
 BLOCK = 16
 _LARGEST_CODE = 126  # of E4M3: 448
-
-
-class ScaleRule(Enum):
-    """How a block's scale is chosen."""
-
-    amax = "amax"  # its largest size becomes 6, as in compressed-tensors and ModelOpt
-    four_over_six = "four_over_six"  # becomes 6 or 4, whichever has the least squared error
-    search = "search"  # of all E4M3 scales the one of least squared error
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,8 @@ def decode(
     """Answers `requests`, each as soon as it is finished.
 
     With `token_classes` (one per token of the vocabulary) a repetition guard watches every answer.
-    `on_progress` is called after every pass with the number of tokens that it emitted.
+    `on_progress` is called after every pass with the number of tokens that it is further: those of
+    a prompt, which take their time too, and those emitted.
 
     Raises:
         ValueError: a prompt does not fit, or an id occurs twice; the message names the request.
@@ -206,7 +207,7 @@ def _prefill(
     sequence.emit(verification.own_tokens.tolist())
     proposer.start(slot, sequence.tokens, None if output.features is None else output.features[0])
     sequence.prefill_seconds = perf_counter() - began
-    return 1
+    return len(sequence.tokens)
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ def cotune(divergence: ModelDivergence, chosen: Bool[Tensor, "units"]) -> dict[s
         ValueError: a unit is of experts that are one parameter.
     """
     switch = divergence.switch
-    units = [switch.units[i] for i in chosen.nonzero().flatten().tolist()]
+    units = divergence.units(chosen)
     groups = switch.groups(units)
     factors = torch.zeros(len(groups), requires_grad=True)
     optimizer = torch.optim.Adam([factors], lr=LR)

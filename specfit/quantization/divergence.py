@@ -75,7 +75,7 @@ class ModelDivergence:
         switch: UnitSwitch,
         texts: dict[Text, Passages],
         *,
-        costs: Float[Tensor, "units"],
+        groups: Sequence[Sequence[Unit]],
         batch_size: int,
     ) -> None:
         """Reads the texts once.
@@ -84,17 +84,23 @@ class ModelDivergence:
             target: whose units `switch` sets.
             switch: all units as they are, again after every measurement.
             texts: which to measure on.
-            costs: bytes of each unit of the switch.
+            groups: of units that are decided on together; `Divergence` calls each a unit.
             batch_size: sequences a pass.
         """
         self.target = target
         self.switch = switch
-        self.costs = costs
+        self.groups = groups
+        sizes = [sum(switch.num_weights(unit) for unit in group) for group in groups]
+        self.costs = torch.tensor(sizes, dtype=torch.float64)
         switch.choose([])
         self._reference = {
             text: [self._read(part) for part in passages.split(batch_size)]
             for text, passages in texts.items()
         }
+
+    def units(self, chosen: Bool[Tensor, "units"]) -> list[Unit]:
+        """Of the groups that are chosen."""
+        return [unit for i in chosen.nonzero().flatten().tolist() for unit in self.groups[i]]
 
     @torch.no_grad()
     def kl(self, chosen: Bool[Tensor, "units"], text: Text) -> Float[Tensor, "sequences"]:
@@ -104,30 +110,39 @@ class ModelDivergence:
     @torch.no_grad()
     def tokens(self, chosen: Bool[Tensor, "units"], text: Text) -> TokenFigures:
         """All figures of every token, with `chosen` quantized."""
-        units = [self.switch.units[i] for i in chosen.nonzero().flatten().tolist()]
-        return self._figures(text, lambda reference: self._last(reference, units))
+        units = self.units(chosen)
+        return self._figures(text, lambda reference: self._last(reference, units), self.target)
 
     @torch.no_grad()
-    def tokens_of_all_layers(self, text: Text) -> TokenFigures:
-        """Of the target as it is now, whoever changed what in it, passes starting at its inputs."""
+    def tokens_of(self, target: Target, text: Text, *, one_by_one: bool = False) -> TokenFigures:
+        """Of another target with this one's vocabulary; or of this, after someone changed it.
+
+        `one_by_one`: a passage a pass, which moves figures by the rounding of other batch shapes.
+        """
 
         def last(reference: _Reference) -> Float[Tensor, "sequences counted hidden"]:
-            _, states = self.target.states(reference.input_ids, reference.valid, [])
+            size = 1 if one_by_one else len(reference.input_ids)
+            starts = range(0, len(reference.input_ids), size)
+            parts = [slice(start, start + size) for start in starts]
+            states = torch.cat(
+                [target.states(reference.input_ids[p], reference.valid[p], [])[1] for p in parts]
+            )
             return states[:, -reference.log_probs.shape[1] :]
 
-        return self._figures(text, last)
+        return self._figures(text, last, target)
 
     def _figures(
         self,
         text: Text,
         last: Callable[[_Reference], Float[Tensor, "sequences counted hidden"]],
+        target: Target,
     ) -> TokenFigures:
         parts = []
         for reference in self._reference[text]:
             for log_p, states, following in zip(
                 reference.log_probs, last(reference), reference.following, strict=True
             ):
-                log_q = self.target.logits(states).log_softmax(-1)
+                log_q = target.logits(states).log_softmax(-1)
                 parts.append(TokenFigures.of(log_p, log_q, following))
         self.switch.choose([])
         return TokenFigures.joined(parts)
@@ -150,13 +165,13 @@ class ModelDivergence:
     @torch.no_grad()
     def gram(self) -> tuple[Float[Tensor, "units units"], Float[Tensor, "units units"]]:
         """See `Divergence.gram`; sequences go to the halves in turn."""
-        units = self.switch.units
-        halves = GramSum(len(units)), GramSum(len(units))
+        num_groups = len(self.groups)
+        halves = GramSum(num_groups), GramSum(num_groups)
         num_sequences = 0
         for reference in self._reference[Text.calibration]:
-            moved = torch.stack([self._last(reference, [unit]) for unit in units])
+            moved = torch.stack([self._last(reference, group) for group in self.groups])
             for i, log_p in enumerate(reference.log_probs):
-                step = max(1, CHUNK_LOGITS // (len(units) * log_p.shape[-1]))
+                step = max(1, CHUNK_LOGITS // (num_groups * log_p.shape[-1]))
                 plain = reference.entering[-1][i, -len(log_p) :]
                 for first in range(0, len(log_p), step):
                     rows = slice(first, first + step)

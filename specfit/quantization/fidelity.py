@@ -9,8 +9,9 @@ perplexity_change   of the text, as a share: exp(mean log p(text) - mean log q(t
 Intervals are percentiles over resampled sequences, since the tokens of one are alike.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -92,7 +93,7 @@ class Limit:
     at_most: float | None = None
     at_least: float | None = None
 
-    def broken_by(self, row: dict[str, float | int]) -> str | None:
+    def broken_by(self, row: Mapping[str, Any]) -> str | None:
         """What is wrong, in words; None where the limit is kept."""
         if self.at_most is not None:
             worst = row[f"{self.figure}_high"]
@@ -115,6 +116,6 @@ GATES = {
 }
 
 
-def broken_limits(gate: str, row: dict[str, float | int]) -> list[str]:
+def broken_limits(gate: str, row: Mapping[str, Any]) -> list[str]:
     """Of the gate `strict` or `production`, on text that nothing was chosen by; empty: passed."""
     return [words for limit in GATES[gate] if (words := limit.broken_by(row)) is not None]

@@ -2,25 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from specfit.quantization.config import Selector
 from specfit.quantization.in_context import Additive, Coverage
 from specfit.quantization.knapsack import bytes_of, cheapest
 from specfit.quantization.quadratic import annealed, form
-
-
-class Selector(Enum):
-    """How the units are chosen; OmegaConf reads members by name."""
-
-    isolated = 1  # KL of each unit alone
-    additive = 2  # KL of each unit among others
-    coverage = 3  # the share that each unit spoils of what is left
-    gram = 4  # how the errors of pairs add up
-    portfolio = 5  # what measures best of all of these, and swaps
 
 
 @dataclass(frozen=True)

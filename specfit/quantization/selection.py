@@ -18,9 +18,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specfit.quantization import gram, in_context
+from specfit.quantization.config import Selector
 from specfit.quantization.knapsack import bytes_of
 from specfit.quantization.measured import Divergence, Journal, Measured, Text, mean_interval
-from specfit.quantization.proposals import Predictor, Selector, of_size, proposal
+from specfit.quantization.proposals import Predictor, of_size, proposal
 from specfit.quantization.quadratic import flipped, form, neighbours, random_set
 
 SETS_PER_UNIT = 4

@@ -11,12 +11,8 @@ from torch import Tensor, nn
 
 from specfit.quantization.units import Unit, fused, units_of
 from specfit.targets.target import Target
-from specfit_kernels.nvfp4 import (
-    ScaleRule,
-    fake_quantize_activations,
-    quantize,
-    shared_global_scale,
-)
+from specfit_kernels.nvfp4 import fake_quantize_activations, quantize, shared_global_scale
+from specfit_kernels.rules import ScaleRule
 
 
 class UnitSwitch:

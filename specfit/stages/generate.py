@@ -3,22 +3,18 @@
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from specfit.answering import answer
+from specfit.answering import answer_plainly
 from specfit.artifacts import Artifact
 from specfit.config import GenerateConfig
 from specfit.files import append_jsonl, read_jsonl, write_json, write_text
 from specfit.states.record import StateRecorder
-from specfit.targets.slots import SlotTarget
 from specfit.targets.target import Target
-from specfit.targets.vocabulary import token_classes
 from specfit_kernels.floors import speed
-from specfit_serve.decode import Decoded, DecodeSettings, Request
-from specfit_serve.ngram import NoProposer
+from specfit_serve.decode import Decoded, Request
 
 VERSION = 2
 FIGURES = "generate.json"  # written last
@@ -86,7 +82,16 @@ def _answer(
         recorder.require_room(len(r.prompt) + config.max_new_tokens for r in requests)
     started = perf_counter()
     num_tokens = num_prompt_tokens = 0
-    for found in _decoded(requests, config, seed, target, recorder):
+    for found in answer_plainly(
+        target,
+        requests,
+        max_new_tokens=config.max_new_tokens,
+        batch_size=config.batch_size,
+        label="generate",
+        top_p=config.top_p,
+        seed=seed,
+        recorder=recorder,
+    ):
         row = _row(by_id[found.id], found)
         append_jsonl(journal, [row])
         if recorder and found.finish_reason != LOOPED:
@@ -105,39 +110,6 @@ def _answer(
         shape=shape,
         device=target.device,
         dtype=target.model.dtype,
-    )
-
-
-def _decoded(
-    requests: list[Request],
-    config: GenerateConfig,
-    seed: int,
-    target: Target,
-    recorder: StateRecorder | None,
-) -> Iterator[Decoded]:
-    if not requests:
-        return
-    longest = max(len(r.prompt) for r in requests) + config.max_new_tokens
-    slots = SlotTarget(
-        target,
-        num_slots=min(config.batch_size, len(requests)),
-        max_length=min(longest, target.info.max_position_embeddings),
-        aux_layers=recorder.layers if recorder else None,
-    )
-    settings = DecodeSettings(
-        num_draft_tokens=0,
-        max_new_tokens=config.max_new_tokens,
-        batch_size=slots.num_slots,
-        top_p=config.top_p,
-        seed=seed,
-    )
-    yield from answer(
-        slots,
-        recorder or NoProposer(),
-        requests,
-        settings,
-        token_classes=token_classes(target),
-        label="generate",
     )
 
 

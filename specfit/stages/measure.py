@@ -123,7 +123,7 @@ class _Bench:
             self.proposer(way.proposer, num_slots),
             requests,
             settings,
-            token_classes=self.classes,
+            classes=self.classes,
             label=label,
         )
 

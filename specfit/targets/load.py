@@ -161,6 +161,12 @@ def _name(config: TargetConfig, location: Location) -> str:
     return location.gguf_file or Path(config.path).name
 
 
+def checkpoint_folder(artifact: Artifact, location: Location) -> Path:
+    """Where the safetensors of a `target` artifact are: its converted copy, or the checkpoint."""
+    folder = artifact.path / "model"
+    return folder if folder.is_dir() else location.folder
+
+
 def open_target(
     artifact: Artifact, config: TargetConfig, location: Location, device: torch.device
 ) -> Target:

@@ -1,0 +1,52 @@
+"""What goes into matrices: its largest size, from which W4A4 takes its static scales."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float32
+from torch import Tensor, nn
+
+from specfit.quantization.divergence import Passages
+from specfit.quantization.units import units_of
+from specfit.targets.target import Target
+
+RANGE_END = 2688.0  # 448 * 6: what the largest input becomes
+
+
+def input_amax(target: Target, batches: Sequence[Passages]) -> dict[str, float]:
+    """By the name of each linear module of a unit, the largest size in its input."""
+    found: dict[str, float] = {}
+    with _watched(target.model, found):
+        for batch in batches:
+            target.states(batch.input_ids.to(target.device), batch.valid.to(target.device), [])
+    return found
+
+
+def input_scales(amax: dict[str, float] | None) -> dict[str, Float32[Tensor, ""]] | None:
+    """The global scales of inputs, which divide."""
+    if amax is None:
+        return None
+    return {name: torch.tensor(RANGE_END) / torch.tensor(value) for name, value in amax.items()}
+
+
+@contextmanager
+def _watched(model: nn.Module, found: dict[str, float]) -> Iterator[None]:
+    tensors = units_of(name for name, _ in model.named_parameters())
+    names = {tensor.removesuffix(".weight") for unit in tensors.values() for tensor in unit}
+    handles = [
+        module.register_forward_pre_hook(partial(_note, found, name))
+        for name, module in model.named_modules()
+        if name in names
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _note(found: dict[str, float], name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
+    found[name] = max(found.get(name, 0.0), float(args[0].abs().max()))

@@ -1,0 +1,38 @@
+"""Where greedy answers of a quantized target leave those of the target as it was."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from specfit.answering import answer_plainly
+from specfit.quantization.texts import BATCH_SIZE, Answered, TextSettings
+from specfit.targets.target import Target
+from specfit_serve.decode import Request
+
+
+def first_differences(
+    target: Target, answered: Sequence[Answered], settings: TextSettings
+) -> dict[str, Any]:
+    """Of the answers that were greedy, the index of the first token that `target` gives otherwise.
+
+    `settings.num_counted` stands for none within so many tokens.
+    """
+    recorded = {a.id: a for a in answered if settings.temperatures[a.component] == 0}
+    firsts: list[int] = []
+    for found in answer_plainly(
+        target,
+        [Request(a.id, a.prompt, 0.0) for a in recorded.values()],
+        max_new_tokens=settings.num_counted,
+        batch_size=BATCH_SIZE,
+        label="quantize: rollouts",
+    ):
+        plain = recorded[found.id].answer[: settings.num_counted]
+        same = [a == b for a, b in zip(plain, found.tokens, strict=False)]
+        firsts.append(same.index(False) if False in same else len(same))
+    firsts.sort()
+    return {
+        "num_rollouts": len(firsts),
+        "num_tokens": settings.num_counted,
+        "first_differing_tokens": firsts,
+        "num_equal": sum(first == settings.num_counted for first in firsts),
+        "first_differing_token_median": firsts[len(firsts) // 2] if firsts else None,
+    }

@@ -1,0 +1,139 @@
+"""The text that divergences are measured on: the target's own answers to the profile's prompts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from specfit.answering import answer_plainly
+from specfit.files import append_jsonl, read_jsonl
+from specfit.quantization.divergence import Passages
+from specfit.quantization.measured import Text
+from specfit.targets.target import Target
+from specfit_serve.decode import Request
+
+BATCH_SIZE = 64  # conversations answered at once
+SPARE = 1.25  # prompts answered for each passage wanted: some answers end early
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A prompt, and how the target began to answer it."""
+
+    id: str
+    component: str
+    prompt: list[int]
+    answer: list[int]
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """How much text, and of what length."""
+
+    weights: Mapping[str, float]  # of the components, by requests
+    temperatures: Mapping[str, float]
+    num_passages: int  # of each text
+    num_context: int  # tokens of a prompt, from its end
+    num_counted: int  # tokens of an answer, from its beginning; one that is shorter is passed over
+    seed: int
+
+
+def read_texts(
+    journal: Path,
+    conversations: Sequence[dict[str, Any]],
+    target: Target,
+    settings: TextSettings,
+) -> dict[Text, list[Answered]]:
+    """As many conversations for each text, none in two of them, mixed as the profile is.
+
+    Args:
+        journal: keeps answers, also those that ended early; an earlier, killed run's are used.
+        conversations: rows of conversations.jsonl, taken in their order.
+        target: answers them, as it is.
+        settings: how many, and how long.
+
+    Raises:
+        ValueError: a component has too few conversations whose answers are long enough.
+    """
+    known = _read(journal)
+    texts: dict[Text, list[Answered]] = {text: [] for text in Text}
+    for component, quota in _quotas(settings).items():
+        own = [row for row in conversations if row["component"] == component]
+        found = _long_answers(journal, known, own, quota * len(texts), target, settings)
+        for i, answered in enumerate(found):
+            texts[list(Text)[i % len(texts)]].append(answered)
+    return texts
+
+
+def passages(answered: Sequence[Answered], settings: TextSettings) -> Passages:
+    """What is read of them."""
+    pairs = [(a.prompt, a.answer) for a in answered]
+    return Passages.of(pairs, settings.num_context, settings.num_counted)
+
+
+def _quotas(settings: TextSettings) -> dict[str, int]:
+    total = sum(settings.weights.values())
+    shares = {name: weight / total for name, weight in settings.weights.items()}
+    return {name: max(1, round(settings.num_passages * share)) for name, share in shares.items()}
+
+
+def _long_answers(
+    journal: Path,
+    known: dict[str, Answered],
+    conversations: Sequence[dict[str, Any]],
+    num_wanted: int,
+    target: Target,
+    settings: TextSettings,
+) -> list[Answered]:
+    """The first conversations whose answers are long enough, answered as far as needed."""
+    num_taken = 0
+    found: list[Answered] = []
+    while len(found) < num_wanted:
+        rows = conversations[num_taken : num_taken + round((num_wanted - len(found)) * SPARE) + 1]
+        if not rows:
+            component = conversations[0]["component"] if conversations else "a component"
+            raise ValueError(
+                f"quantize.num_passages must be at most a third of the answers of "
+                f"{settings.num_counted} tokens: {component} has {len(found)} of {num_wanted}; "
+                "raise data.num_train, or lower quantize.num_passages or quantize.counted_tokens"
+            )
+        _answer(journal, known, rows, target, settings)
+        found += [a for row in rows if len((a := known[row["id"]]).answer) >= settings.num_counted]
+        num_taken += len(rows)
+    return found[:num_wanted]
+
+
+def _answer(
+    journal: Path,
+    known: dict[str, Answered],
+    rows: Sequence[dict[str, Any]],
+    target: Target,
+    settings: TextSettings,
+) -> None:
+    by_id = {row["id"]: row for row in rows if row["id"] not in known}
+    if not by_id:
+        return
+    requests = [
+        Request(i, row["prompt_ids"], settings.temperatures[row["component"]])
+        for i, row in by_id.items()
+    ]
+    for found in answer_plainly(
+        target,
+        requests,
+        max_new_tokens=settings.num_counted,
+        batch_size=BATCH_SIZE,
+        label="quantize: text",
+        seed=settings.seed,
+    ):
+        row = by_id[found.id]
+        # A loop says little about a target; one is as good as an answer that ended early.
+        tokens = [] if found.finish_reason == "repetition" else found.tokens
+        known[found.id] = Answered(found.id, row["component"], row["prompt_ids"], tokens)
+        append_jsonl(journal, [asdict(known[found.id])])
+
+
+def _read(journal: Path) -> dict[str, Answered]:
+    if not journal.exists():
+        return {}
+    rows = read_jsonl(journal, tolerate_truncated_tail=True)
+    return {row["id"]: Answered(**row) for row in rows}

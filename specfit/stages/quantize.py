@@ -1,0 +1,284 @@
+"""`quantize`: the target in NVFP4, those layers chosen that lose least, and what was lost."""
+
+import json
+import logging
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+from tqdm import tqdm
+
+from specfit.artifacts import Artifact
+from specfit.checks import GateRejected
+from specfit.config import ProfileConfig
+from specfit.files import append_jsonl, read_jsonl, write_json
+from specfit.quantization.activations import input_amax, input_scales
+from specfit.quantization.checkpoint import write_checkpoint
+from specfit.quantization.config import (
+    BITS,
+    Activations,
+    BudgetIn,
+    Gate,
+    Granularity,
+    Precision,
+    QuantizeConfig,
+    Rest,
+)
+from specfit.quantization.cotune import cotune
+from specfit.quantization.divergence import ModelDivergence
+from specfit.quantization.fidelity import GATES, broken_limits
+from specfit.quantization.loading import load_quantized
+from specfit.quantization.measured import Text
+from specfit.quantization.plan import QuantizationPlan
+from specfit.quantization.reading import scheme_of
+from specfit.quantization.rollouts import first_differences
+from specfit.quantization.selection import Budget, Selection, select
+from specfit.quantization.switch import UnitSwitch
+from specfit.quantization.texts import Answered, TextSettings, passages, read_texts
+from specfit.quantization.units import Unit
+from specfit.targets.info import read_info_file
+from specfit.targets.target import Target
+
+VERSION = 1
+FIDELITY = "fidelity.json"  # written last
+MODEL = "model"
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class QuantizeJob:
+    """What the stage works on."""
+
+    folder: Path
+    config: QuantizeConfig
+    profile: ProfileConfig
+    seed: int
+    prompts: Artifact
+    source: Path  # the checkpoint's folder
+    target: Target  # the same, loaded
+
+
+class _Journal:
+    """What was measured, a line each; see `Journal`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        rows = read_jsonl(path, tolerate_truncated_tail=True) if path.exists() else []
+        self._known: dict[str, list[float]] = dict(rows)
+
+    def get(self, key: str) -> list[float] | None:
+        return self._known.get(key)
+
+    def put(self, key: str, values: list[float]) -> None:
+        self._known[key] = values
+        append_jsonl(self.path, [(key, values)])
+
+
+def run(job: QuantizeJob) -> None:
+    """Writes model/ (a compressed-tensors checkpoint), recipe.json, info.json and fidelity.json.
+
+    What an earlier, killed run in the folder has answered, measured or written is used.
+
+    Raises:
+        ValueError: the target is quantized already, or its units, the text or the disk do not
+            allow what is asked for.
+    """
+    scheme = scheme_of(job.source)
+    if scheme is not None:
+        raise ValueError(
+            f"quantize.budget must be null for a target that is quantized already, got {scheme}; "
+            "specfit fits to it as it is"
+        )
+    config, target = job.config, job.target
+    settings = _settings(job)
+    conversations = [
+        row
+        for row in read_jsonl(job.prompts.file("conversations.jsonl"))
+        if row["split"] == "train"
+    ]
+    texts = read_texts(job.folder / "texts.jsonl", conversations, target, settings)
+    amax = _amax(job, texts, settings)
+    switch = UnitSwitch(target, rule=config.rule, input_scales=input_scales(amax))
+    divergence = ModelDivergence(
+        target,
+        switch,
+        {text: passages(answered, settings) for text, answered in texts.items()},
+        groups=_groups(switch.units, config.granularity),
+        batch_size=config.batch_size,
+    )
+    selection = _select(job, divergence)
+    chosen = torch.zeros(len(divergence.groups), dtype=torch.bool)
+    chosen[list(selection.chosen)] = True
+    factors = _factors(job, divergence, chosen)
+    plan = _plan(config, switch.units, divergence.units(chosen), amax, factors)
+    _write(job, plan)
+    quantized = Target(
+        load_quantized(job.folder / MODEL, target.model.dtype).to(target.device),
+        target.tokenizer,
+        replace(target.info, quantization=scheme_of(job.folder / MODEL)),
+    )
+    write_json(job.folder / "info.json", quantized.info.to_json())
+    write_json(job.folder / "recipe.json", _recipe(divergence, selection, chosen, plan))
+    write_json(job.folder / FIDELITY, _fidelity(job, divergence, quantized, texts, settings))
+
+
+def check_gate(artifact: Artifact, gate: Gate) -> None:
+    """Refuses a quantized target that lost too much.
+
+    Raises:
+        GateRejected: a figure does not keep what the gate asks for.
+    """
+    if gate is Gate.report:
+        return
+    broken = json.loads(artifact.file(FIDELITY).read_text())["broken_limits"][gate.name]
+    if broken:
+        raise GateRejected(
+            f"quantize.gate={gate.name} rejects {artifact.path}: {'; '.join(broken)}; lower "
+            "quantize.budget, or set quantize.gate=report to go on with it"
+        )
+
+
+def open_quantized(artifact: Artifact, device: torch.device) -> Target:
+    """The target of a `quantize` artifact, which computes with what its checkpoint holds."""
+    from transformers import AutoTokenizer
+
+    info = read_info_file(artifact.file("info.json"))
+    folder = artifact.folder() / MODEL
+    model = load_quantized(folder, getattr(torch, info.dtype)).requires_grad_(False)
+    return Target(model.to(device), AutoTokenizer.from_pretrained(folder), info)
+
+
+def _settings(job: QuantizeJob) -> TextSettings:
+    components = job.profile.components
+    return TextSettings(
+        weights={c.name: c.weight for c in components},
+        temperatures={c.name: c.temperature for c in components},
+        num_passages=job.config.num_passages,
+        num_context=job.config.context_tokens,
+        num_counted=job.config.counted_tokens,
+        seed=job.seed,
+    )
+
+
+def _groups(units: list[Unit], granularity: Granularity) -> list[list[Unit]]:
+    if granularity is Granularity.fused:
+        return [[unit] for unit in units]
+    layers = sorted({unit.layer for unit in units})
+    return [[unit for unit in units if unit.layer == layer] for layer in layers]
+
+
+def _amax(
+    job: QuantizeJob, texts: dict[Text, list[Answered]], settings: TextSettings
+) -> dict[str, float] | None:
+    if job.config.activations is Activations.none:
+        return None
+    text = passages(texts[Text.calibration], settings)
+    return input_amax(job.target, text.split(job.config.batch_size))
+
+
+def _select(job: QuantizeJob, divergence: ModelDivergence) -> Selection:
+    config = job.config
+    max_kl = config.budget if config.budget_in is BudgetIn.kl_nats else None
+    return select(
+        divergence,
+        Budget(min_share=config.min_share, max_kl_nats=max_kl),
+        config.selector,
+        num_sets=config.sets_per_unit * len(divergence.groups),
+        num_random=config.num_random,
+        seed=job.seed,
+        journal=_Journal(job.folder / "measured.jsonl"),
+    )
+
+
+def _factors(
+    job: QuantizeJob, divergence: ModelDivergence, chosen: Bool[Tensor, "units"]
+) -> dict[str, float]:
+    if not job.config.cotune or not chosen.any():
+        return {}
+    path = job.folder / "factors.json"
+    if not path.exists():
+        write_json(path, cotune(divergence, chosen))
+    factors: dict[str, float] = json.loads(path.read_text())
+    divergence.switch.rescale(factors)
+    return factors
+
+
+def _plan(
+    config: QuantizeConfig,
+    units: list[Unit],
+    chosen: list[Unit],
+    amax: dict[str, float] | None,
+    factors: dict[str, float],
+) -> QuantizationPlan:
+    precision = dict.fromkeys(chosen, Precision.nvfp4)
+    if config.rest is not Rest.none:
+        rest = Precision[config.rest.name]
+        precision |= {unit: rest for unit in units if unit not in precision}
+    return QuantizationPlan(
+        precision={unit: precision[unit] for unit in sorted(precision)},
+        rule=config.rule,
+        activations=config.activations,
+        input_amax=amax or {},
+        scale_factors=factors,
+    )
+
+
+def _write(job: QuantizeJob, plan: QuantizationPlan) -> None:
+    with tqdm(unit="B", unit_scale=True, desc="quantize: write") as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        write_checkpoint(job.source, job.folder / MODEL, plan, on_progress=progress)
+
+
+def _recipe(
+    divergence: ModelDivergence,
+    selection: Selection,
+    chosen: Bool[Tensor, "units"],
+    plan: QuantizationPlan,
+) -> dict[str, Any]:
+    names = [" ".join(str(unit) for unit in group) for group in divergence.groups]
+    share = float(divergence.costs[chosen].sum() / divergence.costs.sum())
+    rest = [p for p in plan.precision.values() if p is not Precision.nvfp4]
+    rest_bits = BITS[rest[0]] if rest else 16.0
+    found = asdict(selection)
+    return found | {
+        "units": names,
+        "num_weights": [int(cost) for cost in divergence.costs.tolist()],
+        "share": share,  # of the weights that may be quantized
+        "bits_per_weight": share * BITS[Precision.nvfp4] + (1 - share) * rest_bits,
+        "plan": plan.to_json(),
+    }
+
+
+def _fidelity(
+    job: QuantizeJob,
+    divergence: ModelDivergence,
+    quantized: Target,
+    texts: dict[Text, list[Answered]],
+    settings: TextSettings,
+) -> dict[str, Any]:
+    """Figures of the checkpoint as it was written, read back, on each text."""
+    rows = []
+    for text in Text:
+        figures = divergence.tokens_of(quantized, text)
+        rows.append({"text": text.name} | figures.row(job.seed))
+    report = rows[-1]
+    floor = divergence.tokens_of(divergence.target, Text.report, one_by_one=True).row(job.seed)
+    log.info(
+        "quantize: KL %.4f nats [%.4f, %.4f], same top token %.3f, perplexity %+.2f %%, %d tokens",
+        *(report["kl_mean_nats"], report["kl_mean_nats_low"], report["kl_mean_nats_high"]),
+        *(report["top1_agreement"], 100 * report["perplexity_change"], report["num_tokens"]),
+    )
+    return {
+        "rows": rows,
+        # The target as it is against itself, in batches of another shape.
+        "noise_floor": floor,
+        "rollouts": first_differences(quantized, texts[Text.report], settings),
+        "broken_limits": {gate: broken_limits(gate, report) for gate in GATES},
+    }

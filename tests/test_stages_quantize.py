@@ -1,0 +1,248 @@
+"""The target is quantized within its budget, measured as it was written, and judged by a gate."""
+
+import json
+
+import pytest
+import tiny_runs
+import tiny_targets
+import torch
+
+from specfit import artifacts
+from specfit.checks import GateRejected
+from specfit.quantization.measured import Text
+from specfit.quantization.reading import read_quantized
+from specfit.quantization.units import unit_of
+from specfit.stages import quantize
+from specfit.targets.load import load
+from specfit.targets.locate import locate
+from specfit_kernels.nvfp4 import FP4Tensor
+
+SMALL = [
+    "stage=quantize",
+    "data.num_train=16",
+    "quantize.budget=0.5",
+    "quantize.num_passages=3",
+    "quantize.context_tokens=6",
+    "quantize.counted_tokens=6",
+    "quantize.batch_size=2",
+    "quantize.sets_per_unit=1",
+    "quantize.num_random=1",
+    "quantize.gate=report",
+]
+FIGURES = ("kl_mean_nats", "kl_p99_nats", "top1_agreement", "perplexity_change")
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def words(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    target = tiny_targets.write_target(folder / "target", request.param)
+    data = tiny_targets.write_conversations(folder / "data.jsonl", 60)
+    return tiny_runs.overrides(folder / "root", target, data, *SMALL)
+
+
+@pytest.fixture(scope="module")
+def made(words):
+    return tiny_runs.run(words)
+
+
+def plain(words):
+    cfg = tiny_runs.composed(words)
+    return load(cfg.target, locate(cfg.target), torch.device("cpu"))
+
+
+def test_the_share_of_nvfp4_meets_the_budget(made):
+    recipe = tiny_runs.read_json(made, "recipe.json")
+    quantized, total = 0, 0
+    for name, weight in read_quantized(made.path / "model"):
+        if unit_of(name) is not None:
+            in_nvfp4 = isinstance(weight, FP4Tensor)
+            assert in_nvfp4 == (str(unit_of(name)) in recipe["plan"]["precision"])
+            size = weight.codes.numel() * 2 if in_nvfp4 else weight.numel()
+            quantized, total = quantized + size * in_nvfp4, total + size
+    assert total == sum(recipe["num_weights"])
+    assert 0.5 <= quantized / total < 0.8
+    assert recipe["share"] == pytest.approx(quantized / total)
+    assert recipe["bits_per_weight"] == pytest.approx(16 - 11.5 * quantized / total)
+
+
+def test_fidelity_has_a_row_for_each_text_with_intervals(made):
+    fidelity = tiny_runs.read_json(made, "fidelity.json")
+    assert [row["text"] for row in fidelity["rows"]] == ["calibration", "selection", "report"]
+    for row in fidelity["rows"]:
+        assert (row["num_sequences"], row["num_tokens"]) == (3, 18)
+        for name in FIGURES:
+            assert row[f"{name}_low"] <= row[name] <= row[f"{name}_high"]
+        assert row["kl_mean_nats"] > 0
+    assert fidelity["noise_floor"]["kl_mean_nats"] < 1e-8
+    assert fidelity["noise_floor"]["top1_agreement"] == 1
+
+
+def test_what_was_written_diverges_as_what_was_chosen(made):
+    measured = tiny_runs.read_json(made, "recipe.json")["rows"][-1]
+    assert measured["proposer"] == "portfolio"
+    (row,) = [
+        row
+        for row in tiny_runs.read_json(made, "fidelity.json")["rows"]
+        if row["text"] == "selection"
+    ]
+    assert row["kl_mean_nats"] == pytest.approx(measured["measured_kl_nats"], rel=1e-4)
+
+
+def test_no_conversation_is_in_two_texts(made, words):
+    rows = tiny_runs.read_lines(made, "texts.jsonl")
+    assert len({row["id"] for row in rows}) == len(rows) >= 9
+    prompts = tiny_runs.read_lines(tiny_runs.run(words, "stage=prompts"), "conversations.jsonl")
+    split = {row["id"]: row["split"] for row in prompts}
+    assert {split[row["id"]] for row in rows} == {"train"}
+
+
+def test_rollouts_differ_where_the_two_targets_do(made):
+    rollouts = tiny_runs.read_json(made, "fidelity.json")["rollouts"]
+    assert rollouts["num_rollouts"] == 3
+    firsts = rollouts["first_differing_tokens"]
+    assert all(0 <= first <= 6 for first in firsts)
+    assert rollouts["num_equal"] == firsts.count(6)
+
+
+def test_the_artifact_opens_as_what_it_holds(made, words):
+    opened = quantize.open_quantized(made, torch.device("cpu"))
+    weights = dict(opened.model.named_parameters())
+    before = dict(plain(words).model.named_parameters())
+    changed = 0
+    for name, stored in read_quantized(made.path / "model"):
+        if isinstance(stored, FP4Tensor):
+            assert torch.equal(weights[name], stored.dequantize())
+            assert not torch.equal(weights[name], before[name])
+            changed += 1
+        else:
+            assert torch.equal(weights[name], before[name])
+    assert changed > 3
+    assert opened.info.quantization == "compressed-tensors:nvfp4-pack-quantized"
+    assert opened.tokenizer.chat_template == plain(words).tokenizer.chat_template
+
+
+def test_the_whole_path_is_fitted_to_the_quantized_target(words, made):
+    report = tiny_runs.run(words, "stage=report")
+    found = tiny_runs.artifacts(words, "stage=report")
+    assert list(found)[:4] == ["target", "prompts", "quantize", "generate"]
+    assert found["quantize"].key == made.key
+    assert found["generate"].manifest["inputs"]["quantize"] == made.key
+    rows = tiny_runs.read_json(found["measure"], "acceptance.json")
+    assert rows["differences"] == []
+    provenance = tiny_runs.read_json(report, "report.json")["provenance"]
+    assert provenance["target"]["quantization"].endswith("nvfp4-pack-quantized")
+    full = tiny_runs.keys(words, "quantize.budget=null")
+    kept = tiny_runs.keys(words)
+    assert [s for s in full if full[s] == kept[s]] == ["target", "prompts"]
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_killed_run_measures_nothing_twice_and_ends_the_same(
+    words, made, tmp_path, monkeypatch, torn
+):
+    there = [*words, f"runtime.root={tmp_path}"]
+    append, left = quantize.append_jsonl, [9]
+
+    def append_or_die(path, rows):
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        append(path, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quantize, "append_jsonl", append_or_die)
+        with pytest.raises(KeyboardInterrupt):
+            tiny_runs.run(there)
+    (journal,) = tmp_path.glob("quantize/*.partial/measured.jsonl")
+    if torn:
+        journal.write_bytes(journal.read_bytes()[:-9])
+    kept = len(quantize.read_jsonl(journal, tolerate_truncated_tail=True))
+    assert kept == (8 if torn else 9)
+    resumed = tiny_runs.run(there)
+    assert resumed.key == made.key
+    for name in ("recipe.json", "model/model.safetensors", "texts.jsonl", "measured.jsonl"):
+        assert resumed.file(name).read_bytes() == made.file(name).read_bytes()
+
+
+def test_a_gate_rejects_and_keeps_what_was_made(words, monkeypatch):
+    asked = [*words, "quantize.budget=1"]
+    with pytest.raises(GateRejected, match=r"quantize\.gate=strict rejects .*kl_mean_nats must be"):
+        tiny_runs.run(asked, "quantize.gate=strict")
+    kept = tiny_runs.artifacts(asked)["quantize"]
+    assert tiny_runs.read_json(kept, "fidelity.json")["broken_limits"]["strict"]
+
+    def refuse(recipe, *_):
+        raise AssertionError(f"{recipe.stage} is made again")
+
+    monkeypatch.setattr(artifacts, "_make", refuse)
+    assert tiny_runs.run(asked, "quantize.gate=report").path == kept.path
+    with pytest.raises(GateRejected):
+        tiny_runs.run(asked, "quantize.gate=strict", "stage=train")
+
+
+@pytest.mark.parametrize(
+    ("more", "scheme"),
+    [
+        (["quantize.activations=nvfp4"], "nvfp4-pack-quantized"),
+        (["quantize.rest=fp8"], "mixed-precision"),
+        (["quantize.rest=fp8_block", "quantize.rule=amax"], "mixed-precision"),
+        (["quantize.cotune=true"], "nvfp4-pack-quantized"),
+        (["quantize.granularity=layer", "quantize.selector=isolated"], "nvfp4-pack-quantized"),
+        (["quantize.budget_in=bits", "quantize.budget=8"], "nvfp4-pack-quantized"),
+        (["quantize.budget_in=kl_nats", "quantize.budget=0.05"], "nvfp4-pack-quantized"),
+    ],
+)
+def test_every_kind_of_quantization_is_written_as_it_was_measured(words, more, scheme):
+    made = tiny_runs.run(words, *more)
+    recipe = tiny_runs.read_json(made, "recipe.json")
+    config = json.loads((made.path / "model" / "config.json").read_text())["quantization_config"]
+    assert config["format"] == scheme
+    row = tiny_runs.read_json(made, "fidelity.json")["rows"][list(Text).index(Text.selection)]
+    measured = recipe["rows"][-1]["measured_kl_nats"]
+    if "quantize.cotune=true" in more:
+        assert row["kl_mean_nats"] <= measured * (1 + 1e-4)
+    elif not any(word.startswith("quantize.rest") for word in more):
+        assert row["kl_mean_nats"] == pytest.approx(measured, rel=1e-3)
+    if "quantize.budget=8" in more:
+        assert recipe["bits_per_weight"] <= 8
+    if "quantize.budget=0.05" in more:
+        assert 0 < measured <= 0.05
+
+
+def test_a_target_that_is_quantized_already_is_refused(words, made):
+    again = [*words, f"target.path={made.path / 'model'}"]
+    with pytest.raises(ValueError, match=r"quantize\.budget must be null .*nvfp4-pack-quantized"):
+        tiny_runs.run(again)
+
+
+def test_more_text_than_there_are_answers_is_refused(words):
+    with pytest.raises(ValueError, match=r"quantize\.num_passages must be .*mine has \d+ of 60"):
+        tiny_runs.run(words, "quantize.num_passages=20")
+
+
+@pytest.mark.parametrize(
+    ("words_", "message"),
+    [
+        (["quantize.budget=1.5"], r"quantize\.budget must be a share in \(0, 1\], got 1\.5"),
+        (["quantize.budget=0"], r"quantize\.budget must be a share"),
+        (
+            ["quantize.budget=4", "quantize.budget_in=bits"],
+            r"must lie in \[4\.5, 16\) bits a weight",
+        ),
+        (
+            ["quantize.budget=9", "quantize.budget_in=bits", "quantize.rest=fp8"],
+            r"must lie in \[4\.5, 8\) bits a weight",
+        ),
+        (["quantize.budget=-1", "quantize.budget_in=kl_nats"], r"must be a KL above 0"),
+        (["quantize.num_passages=1"], r"quantize\.num_passages must be at least 2"),
+        (["quantize.counted_tokens=0"], r"quantize\.counted_tokens must be at least 1"),
+    ],
+)
+def test_settings_that_make_no_sense_are_named(words, words_, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_runs.composed([*words, *words_])
+
+
+def test_a_stage_without_a_budget_says_what_to_set(words):
+    with pytest.raises(ValueError, match=r"quantize\.budget must be set for stage=quantize"):
+        tiny_runs.run(words, "quantize.budget=null")
