@@ -111,6 +111,19 @@ class Artifact:
         return self.path
 
 
+def artifact_at(path: str, named_by: str) -> Artifact:
+    """The finished artifact in the folder `path`, which the configuration key `named_by` names.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    folder = Path(path).expanduser().absolute()
+    if not (folder / MANIFEST).is_file():
+        raise FileNotFoundError(f"{named_by} must be the folder of an artifact, got {path}")
+    manifest = json.loads((folder / MANIFEST).read_text())
+    return Artifact(manifest["stage"], manifest["key"], folder)
+
+
 @dataclass(frozen=True)
 class StatusRow:
     """How one artifact stands."""

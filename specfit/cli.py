@@ -88,18 +88,28 @@ def _job(cfg: config.RunConfig) -> None:
     if cfg.stage is config.Stage.status:
         sys.stdout.write(status_table(pipeline.status(cfg), datetime.now(UTC)))
         return
-    artifact = pipeline.run(cfg)
-    assert artifact is not None
+    try:
+        artifact = pipeline.run(cfg)
+    except GateRejected:
+        _record(cfg, None)  # a sweep compares it all the same: what was rejected is kept
+        raise
+    _record(cfg, str(artifact.path))
+    sys.stdout.write(f"{artifact.path}\n")
+    sys.stdout.flush()
+
+
+def _record(cfg: config.RunConfig, made: str | None) -> None:
+    """Writes job.json: what a sweep reads of a job."""
+    from specfit import pipeline
+
     job = {
         "overrides": list(HydraConfig.get().overrides.task),
         "stage": cfg.stage.name,
-        "artifact": str(artifact.path),
+        "artifact": made,
         "keys": {stage: recipe.key for stage, recipe in pipeline.recipes(cfg).items()},
         "root": str(ArtifactStore(cfg.runtime.root).root),
     }
     write_json(Path(HydraConfig.get().runtime.output_dir) / "job.json", job)
-    sys.stdout.write(f"{artifact.path}\n")
-    sys.stdout.flush()
 
 
 def status_table(rows: Sequence[StatusRow], now: datetime) -> str:

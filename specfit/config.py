@@ -249,6 +249,8 @@ class MeasureConfig:
     confidence: float = 0.95
     ngram_min: int = 2  # the shortest and longest suffix that prompt lookup matches
     ngram_max: int = 4
+    # Heads to measure beside the fitted one, by the names they get: folders of `train` artifacts.
+    speculators: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         ks = self.num_draft_tokens
@@ -266,6 +268,8 @@ class MeasureConfig:
             "num_bootstrap",
             "ngram_min",
         )
+        taken = {"none", "ngram", "eagle3"} & set(self.speculators)
+        require(not taken, "measure.speculators", "have names of their own", ", ".join(taken))
         require(0 < self.confidence < 1, "measure.confidence", "lie in (0, 1)", self.confidence)
         require(
             self.ngram_max >= self.ngram_min,

@@ -16,7 +16,7 @@ from specfit.artifacts import Artifact, ArtifactStore, Recipe, StatusRow
 from specfit.artifacts import status as store_status
 from specfit.config import ExtractMode, RunConfig, Stage
 from specfit.files import GIB, dumps
-from specfit.recipes import recipes_of
+from specfit.recipes import more_heads, recipes_of
 from specfit.speculators.initialize import aux_layers_of, head_config
 from specfit.stages import (
     export,
@@ -267,7 +267,7 @@ class _Path:
                 profile=self.cfg.profile,
                 seed=self.cfg.seed,
                 prompts=conversations,
-                speculator=speculator,
+                speculators={"eagle3": speculator} | more_heads(self.cfg),
                 target=self.loaded,
             ),
         )
@@ -288,13 +288,17 @@ class _Path:
             name: getattr(self, name).folder()
             for name in ("prompts", "generate", "fit", "train", "measure", "export")
         }
-        # Not `folder()`: that would read all hidden states for their checksums.
+        # Not `folder()`: that would read all hidden states, and weights, for their checksums.
         states = self.states.file("store.json").parent if self.states else None
+        quantized = None
+        if self.cfg.quantize.budget is not None:
+            quantized = self.quantize.file("recipe.json").parent
         return self._make(
             "report",
             lambda folder: report.run(
                 folder,
                 **inputs,
+                quantize=quantized,
                 extract=states,
                 provenance=self._provenance(),
                 report=self.cfg.report,

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from specfit.artifacts import Recipe
+from specfit.artifacts import Artifact, Recipe, artifact_at
 from specfit.config import ExtractMode, RunConfig, Stage
 from specfit.stages import (
     export,
@@ -62,8 +62,9 @@ def recipes_of(cfg: RunConfig, location: Location, digests: Path) -> dict[str, R
         "seed": cfg.seed,
     }
     add(Stage.train, train.VERSION, training, f"{served} generate fit {stored}")
+    more = {"speculators": {name: head.key for name, head in more_heads(cfg).items()}}
     measuring = {
-        "measure": asdict(cfg.measure),
+        "measure": asdict(cfg.measure) | more,
         "components": [asdict(c) for c in cfg.profile.components],
         "seed": cfg.seed,
     }
@@ -73,6 +74,24 @@ def recipes_of(cfg: RunConfig, location: Location, digests: Path) -> dict[str, R
     quantized = "quantize" if served == "quantize" else ""
     read = f"prompts {quantized} generate fit {stored} train measure export"
     add(Stage.report, report.VERSION, shown, read)
+    return found
+
+
+def more_heads(cfg: RunConfig) -> dict[str, Artifact]:
+    """The heads of `measure.speculators`.
+
+    Raises:
+        FileNotFoundError: a folder holds no artifact.
+        ValueError: it is the artifact of another stage.
+    """
+    found = {}
+    for name, path in cfg.measure.speculators.items():
+        key = f"measure.speculators.{name}"
+        found[name] = artifact_at(path, key)
+        if found[name].stage != Stage.train.name:
+            raise ValueError(
+                f"{key} must be an artifact of train, got one of {found[name].stage}: {path}"
+            )
     return found
 
 

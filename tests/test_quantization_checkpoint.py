@@ -194,24 +194,22 @@ def fused_experts(source: Path, folder: Path) -> Path:
     return folder
 
 
-def test_fused_experts_become_the_matrices_that_engines_load(tmp_path):
+@pytest.mark.parametrize("precision", [Precision.nvfp4, Precision.fp8])
+def test_fused_experts_become_the_matrices_that_engines_load(tmp_path, precision):
     write_sharded(tmp_path / "apart", "qwen3_moe")
     fused_experts(tmp_path / "apart", tmp_path / "fused")
     assert units(tmp_path / "apart") == units(tmp_path / "fused")
-    precision = {Unit(0, "experts.down"): Precision.nvfp4}
-    precision |= {
-        Unit(1, "experts.gate_up"): Precision.nvfp4,
-        Unit(1, "experts.down"): Precision.fp8,
-    }
-    plan = QuantizationPlan(precision)
+    plan = QuantizationPlan({Unit(1, "experts"): precision})
     apart = written(tmp_path / "apart", tmp_path / "a", plan)
     fused = written(tmp_path / "fused", tmp_path / "b", plan)
     expected, found = tensors(apart), tensors(fused)
     # What no unit asks for stays fused.
-    copied = found.pop("model.layers.0.mlp.experts.gate_up_proj")
+    experts = "model.layers.0.mlp.experts"
+    gate_up, down = (found.pop(f"{experts}.{name}_proj") for name in ("gate_up", "down"))
     for i in range(4):
-        names = [f"model.layers.0.mlp.experts.{i}.{name}_proj.weight" for name in ("gate", "up")]
-        assert torch.equal(copied[i], torch.cat([expected.pop(name) for name in names]))
+        names = [f"{experts}.{i}.{name}_proj.weight" for name in ("gate", "up")]
+        assert torch.equal(gate_up[i], torch.cat([expected.pop(name) for name in names]))
+        assert torch.equal(down[i], expected.pop(f"{experts}.{i}.down_proj.weight"))
     assert found.keys() == expected.keys()
     assert [name for name in expected if not same(found[name], expected[name])] == []
     configs = [json.loads((folder / "config.json").read_text()) for folder in (apart, fused)]

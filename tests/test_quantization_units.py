@@ -16,11 +16,11 @@ from specfit.quantization.units import Unit, fused, unit_of, units_of
         ("model.layers.3.mlp.gate_proj.weight", "layers.3.gate_up"),
         ("model.layers.3.mlp.gate_up_proj.weight", "layers.3.gate_up"),
         ("model.layers.3.mlp.down_proj.weight", "layers.3.down"),
-        ("model.layers.3.mlp.experts.17.up_proj.weight", "layers.3.experts.gate_up"),
-        ("model.layers.3.mlp.experts.gate_up_proj", "layers.3.experts.gate_up"),
-        ("model.layers.3.mlp.experts.down_proj", "layers.3.experts.down"),
-        ("model.layers.3.block_sparse_moe.experts.2.w2.weight", "layers.3.experts.down"),
-        ("model.layers.3.block_sparse_moe.experts.2.w3.weight", "layers.3.experts.gate_up"),
+        ("model.layers.3.mlp.experts.17.up_proj.weight", "layers.3.experts"),
+        ("model.layers.3.mlp.experts.gate_up_proj", "layers.3.experts"),
+        ("model.layers.3.mlp.experts.down_proj", "layers.3.experts"),
+        ("model.layers.3.block_sparse_moe.experts.2.w2.weight", "layers.3.experts"),
+        ("model.layers.3.block_sparse_moe.experts.2.w3.weight", "layers.3.experts"),
         ("model.layers.3.mlp.shared_experts.down_proj.weight", "layers.3.shared.down"),
         ("model.layers.3.mlp.shared_expert.up_proj.weight", "layers.3.shared.gate_up"),
         ("model.layers.3.self_attn.q_a_proj.weight", "layers.3.qkv_a"),
@@ -58,9 +58,10 @@ def test_embeddings_heads_norms_routers_and_vision_are_never_quantized(tensor):
 def test_the_units_of_a_model_come_in_order_of_its_layers(architecture):
     target = tiny(architecture)
     found = units_of(name for name, _ in target.model.named_parameters())
-    assert [unit.layer for unit in found] == [i // 4 for i in range(4 * 6)]
-    mlp = "experts." if architecture == "qwen3_moe" else ""
-    assert {u.name for u in found} == {"qkv", "o", f"{mlp}gate_up", f"{mlp}down"}
+    mlp = ["experts"] if architecture == "qwen3_moe" else ["down", "gate_up"]
+    assert [(u.layer, u.name) for u in found] == [
+        (layer, name) for layer in range(6) for name in sorted(["qkv", "o", *mlp])
+    ]
     weights = dict(target.model.named_parameters())
     assert all(weights[name].dim() >= 2 for names in found.values() for name in names)
 
@@ -72,7 +73,10 @@ def test_tenth_layers_come_after_the_second():
 
 def test_experts_share_a_global_scale_within_themselves_only():
     experts = "model.layers.0.mlp.experts"
-    tensors = [f"{experts}.{i}.{leaf}_proj.weight" for i in (0, 1) for leaf in ("gate", "up")]
-    assert fused(tensors) == [tensors[:2], tensors[2:]]
+    leaves = ("gate", "up", "down")
+    tensors = [f"{experts}.{i}.{leaf}_proj.weight" for i in (0, 1) for leaf in leaves]
+    assert fused(tensors) == [tensors[:2], tensors[2:3], tensors[3:5], tensors[5:]]
+    stacked = [f"{experts}.down_proj", f"{experts}.gate_up_proj"]
+    assert fused(stacked) == [stacked[:1], stacked[1:]]
     attention = [f"model.layers.0.self_attn.{leaf}_proj.weight" for leaf in "qkv"]
     assert fused(attention) == [attention]

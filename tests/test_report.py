@@ -136,6 +136,7 @@ def write_report(root, contents, *, online=False, sweep=None):
     folder.mkdir()
     stages = ("prompts", "generate", "fit", "extract", "train", "measure", "export")
     inputs = {stage: root / stage for stage in stages}
+    inputs["quantize"] = root / "quantize" if (root / "quantize").exists() else None
     if online:
         inputs["extract"] = None
     report.run(

@@ -197,3 +197,41 @@ def test_a_killed_run_goes_on_where_it_was_and_measures_the_same(words, monkeypa
     assert len(after) == len(before) == 9
     lengths = [[row["acceptance_length"] for row in of_component(a)] for a in (unkilled, resumed)]
     assert lengths[0] == lengths[1]
+
+
+def test_more_heads_are_measured_beside_the_fitted_one(words):
+    other = tiny_runs.run(words, "stage=train", "speculator.aux_layers=[1,4]", "train.lr=1e-4")
+    found = tiny_runs.run(words, f"+measure.speculators.other={other.path}")
+    rows = [row for row in figures(found)["rows"] if row["component"] == "mine"]
+    assert [row["proposer"] for row in rows] == ["none", "ngram", "eagle3", "other"]
+    assert all(row["outputs_equal_plain"] for row in rows[1:])
+    assert all(0 < row["coverage"] <= 1 for row in rows[2:])
+    own = of_component(tiny_runs.run(words))
+    same = {row["proposer"]: row["acceptance_length"] for row in own}
+    assert rows[2]["acceptance_length"] == same["eagle3"]
+    alone = tiny_runs.run(words, "speculator.aux_layers=[1,4]", "train.lr=1e-4")
+    (row,) = [row for row in of_component(alone) if row["proposer"] == "eagle3"]
+    assert rows[3]["acceptance_length"] == row["acceptance_length"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (
+            "other=/no/such/folder",
+            r"measure\.speculators\.other must be the folder of an artifact",
+        ),
+        (
+            "ngram=/no/such/folder",
+            r"measure\.speculators must have names of their own, got ngram",
+        ),
+        (
+            "other=PROMPTS",
+            r"measure\.speculators\.other must be an artifact of train, .* prompts",
+        ),
+    ],
+)
+def test_heads_that_are_none_are_refused(words, setting, message):
+    prompts = tiny_runs.run(words, "stage=prompts").path
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        tiny_runs.run(words, f"+measure.speculators.{setting.replace('PROMPTS', str(prompts))}")

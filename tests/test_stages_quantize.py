@@ -129,6 +129,7 @@ def test_the_whole_path_is_fitted_to_the_quantized_target(words, made):
     assert found["generate"].manifest["inputs"]["quantize"] == made.key
     rows = tiny_runs.read_json(found["measure"], "acceptance.json")
     assert rows["differences"] == []
+    assert "## Fidelity of the quantized target" in report.file("report.md").read_text()
     provenance = tiny_runs.read_json(report, "report.json")["provenance"]
     assert provenance["target"]["quantization"].endswith("nvfp4-pack-quantized")
     full = tiny_runs.keys(words, "quantize.budget=null")

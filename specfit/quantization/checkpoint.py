@@ -37,6 +37,11 @@ def quantized_size(source: Path, plan: QuantizationPlan) -> int:
     return lay_out(source, plan).num_bytes
 
 
+def is_complete(folder: Path) -> bool:
+    """Whether `write_checkpoint` got to its end there."""
+    return (folder / "config.json").is_file() and not (folder / _STATE).exists()
+
+
 def write_checkpoint(
     source: Path, folder: Path, plan: QuantizationPlan, *, on_progress: Callable[[int, int], None]
 ) -> None:

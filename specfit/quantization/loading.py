@@ -13,15 +13,30 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor, nn
 
-from specfit.quantization.reading import input_global_scales, read_quantized
+from specfit.quantization.reading import input_global_scales, read_quantized, scheme_of
 from specfit_kernels.fp8 import FP8Tensor
 from specfit_kernels.nvfp4 import FP4Tensor, fake_quantize_activations
+
+# In lower case, how schemes begin.
+_READ_HERE = (
+    "compressed-tensors:nvfp4-pack-quantized",
+    "compressed-tensors:mixed-precision",
+    "modelopt:nvfp4",
+    "modelopt:fp8",
+)
 
 log = logging.getLogger(__name__)
 
 
-def load_quantized(folder: Path, dtype: torch.dtype) -> Any:
+def is_read_here(folder: Path) -> bool:
+    """Whether a checkpoint is for `load_quantized`, rather than for transformers."""
+    return (scheme_of(folder) or "").lower().startswith(_READ_HERE)
+
+
+def load_quantized(folder: Path, dtype: torch.dtype | str) -> Any:
     """A transformers model in evaluation mode; W4A4 quantizes its inputs as engines do.
+
+    `dtype` may be a name of torch's; `auto` is the one that config.json names.
 
     Inputs of FP8 matrices stay as they are, and those of experts, which transformers fuses; it is
     logged where engines would quantize them.
@@ -32,6 +47,9 @@ def load_quantized(folder: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     config = AutoConfig.from_pretrained(folder)
+    if isinstance(dtype, str):
+        named = config.get_text_config().dtype if dtype == "auto" else getattr(torch, dtype)
+        dtype = named or torch.float32
     scheme = config.__dict__.pop("quantization_config", None) or {}
     groups = scheme.get("config_groups", {}).values()
     if any((group.get("input_activations") or {}).get("num_bits") == 8 for group in groups):

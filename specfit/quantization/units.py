@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# By the last part of a matrix's name: the unit it belongs to. What is not here is never quantized:
+# By the last part of a matrix's name: with which it is fused. What is not here is never quantized:
 # embeddings, heads, norms, routers (`gate`), convolutions, biases.
 _UNIT_OF = {
     "q_proj": "qkv",
@@ -33,7 +33,7 @@ class Unit:
     """Matrices that are quantized together or not at all."""
 
     layer: int
-    name: str  # within the layer: qkv, o, gate_up, down; those of experts: experts.gate_up, …
+    name: str  # within the layer: qkv, o, gate_up, down; all of experts: experts
 
     def __str__(self) -> str:
         """As it stands in recipe.json."""
@@ -51,9 +51,11 @@ def unit_of(tensor: str) -> Unit | None:
     # Fused experts are parameters of their own; any other weight is a module's.
     if name is None or not (experts or tensor.endswith(".weight")):
         return None
-    if "shared_expert" in block:
+    if experts:
+        name = "experts"  # vLLM serves them in one format or not at all
+    elif "shared_expert" in block:
         name = f"shared.{name}"
-    return Unit(int(found["layer"]), f"experts.{name}" if experts else name)
+    return Unit(int(found["layer"]), name)
 
 
 def units_of(tensors: Iterable[str]) -> dict[Unit, list[str]]:
@@ -71,8 +73,8 @@ def fused(tensors: Iterable[str]) -> list[list[str]]:
 
     Engines join these into one matrix, which has one global scale; each expert has its own.
     """
-    groups: dict[str, list[str]] = {}
+    groups: dict[tuple[str, str], list[str]] = {}
     for tensor in tensors:
-        module = tensor.removesuffix(".weight").rpartition(".")[0]
-        groups.setdefault(module, []).append(tensor)
+        module, _, leaf = tensor.removesuffix(".weight").rpartition(".")
+        groups.setdefault((module, _UNIT_OF[leaf]), []).append(tensor)
     return list(groups.values())

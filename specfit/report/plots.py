@@ -17,9 +17,15 @@ from specfit.report.figures import Estimate, Number, estimate
 INK = "#1b1f24"
 QUIET = "#5b6470"
 RULE = "#d8dde3"
-BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#7a828c"  # of Okabe and Ito's palette, and a grey
+BLUE, ORANGE, GREEN, GREY = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#7a828c",
+)  # Okabe and Ito's, and a grey
 LOOKS = {PLAIN: (GREY, "s"), NGRAM: (ORANGE, "^")}  # colour and marker
 DRAFT_MODEL_LOOK = (BLUE, "o")
+OTHER_HEAD_LOOK = (GREEN, "D")
 
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
@@ -138,14 +144,14 @@ def _save(path: Path, figure: Figure, alt: str, caption: str) -> Image:
     return Image(path.name, alt, caption)
 
 
-def _look(proposer: str) -> tuple[str, str]:
-    return LOOKS.get(proposer, DRAFT_MODEL_LOOK)
+def _look(proposer: str, measured: Acceptance) -> tuple[str, str]:
+    return LOOKS.get(proposer, DRAFT_MODEL_LOOK if proposer == measured.head else OTHER_HEAD_LOOK)
 
 
-def _legend(figure: Figure, proposers: list[str]) -> None:
+def _legend(figure: Figure, measured: Acceptance, proposers: list[str]) -> None:
     handles = []
     for name in proposers:
-        color, marker = _look(name)
+        color, marker = _look(name, measured)
         handles.append(Line2D([], [], color=color, marker=marker, linestyle="", label=name))
     figure.legend(handles=handles, loc="outside upper left", ncols=len(proposers))
 
@@ -181,13 +187,13 @@ def _band(measured: Acceptance) -> float:
 
 def _lengths(measured: Acceptance) -> Figure:
     def draw(axes: Axes, y: Number, proposer: str, traffic: Traffic) -> None:
-        interval_plot(axes, y, measured.length(proposer, traffic), *_look(proposer))
+        interval_plot(axes, y, measured.length(proposer, traffic), *_look(proposer, measured))
 
     with matplotlib.rc_context(STYLE):
         figure, axes = _categories(measured, draw)
         axes.set_xlabel("acceptance length, tokens a round")
         axes.set_xlim(left=0.95)
-        _legend(figure, measured.proposers)
+        _legend(figure, measured, measured.proposers)
     return figure
 
 
@@ -196,7 +202,7 @@ def _speeds(measured: Acceptance) -> Figure:
         speed = measured.speed(proposer, traffic)
         if speed.value is None:
             return
-        axes.barh(y, speed.value, 0.85 * _band(measured), color=_look(proposer)[0])
+        axes.barh(y, speed.value, 0.85 * _band(measured), color=_look(proposer, measured)[0])
         if speed.low is not None and speed.high is not None:
             axes.hlines(y, speed.low, speed.high, color=INK, linewidth=1.4)
             axes.plot([speed.low, speed.high], [y, y], "|", color=INK, markersize=6)
@@ -205,7 +211,7 @@ def _speeds(measured: Acceptance) -> Figure:
         figure, axes = _categories(measured, draw)
         axes.set_xlabel("tokens/s")
         axes.set_xlim(left=0)
-        _legend(figure, measured.proposers)
+        _legend(figure, measured, measured.proposers)
     return figure
 
 
@@ -227,7 +233,7 @@ def _panels(
             draw(axes, proposer, traffic)
     figure.supylabel(ylabel, fontsize=9)
     figure.supxlabel(xlabel, fontsize=9)
-    _legend(figure, proposers)
+    _legend(figure, measured, proposers)
     return figure
 
 
@@ -235,7 +241,7 @@ def _survival(measured: Acceptance) -> Figure:
     def draw(axes: Axes, proposer: str, traffic: Traffic) -> None:
         row = measured.row(proposer, traffic) or {}
         shares = row.get("acceptance_by_position") or []
-        color, marker = _look(proposer)
+        color, marker = _look(proposer, measured)
         positions = range(1, len(shares) + 1)
         axes.plot(positions, shares, f"{marker}-", color=color, markersize=5)
         axes.set_ylim(0, 1)
@@ -250,7 +256,7 @@ def _contexts(measured: Acceptance) -> Figure:
     def draw(axes: Axes, proposer: str, traffic: Traffic) -> None:
         row = measured.row(proposer, traffic) or {}
         buckets = row.get("by_context") or []
-        color, marker = _look(proposer)
+        color, marker = _look(proposer, measured)
         starts = [bucket["low"] for bucket in buckets]
         lengths = [bucket["acceptance_length"] for bucket in buckets]
         axes.plot(starts, lengths, f"{marker}-", color=color, markersize=5)

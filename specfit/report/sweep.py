@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from specfit.report import markdown, page, plots
+from specfit.report import markdown, pages, plots, quantize_sweep
 from specfit.report.acceptance import MIX, Acceptance
 from specfit.report.document import Block, Cell, Column, Document, Image, Section, Table, Text
 from specfit.report.figures import DASH, NOT_MEASURED, Estimate, Number, compare, duration
@@ -44,7 +44,7 @@ class SweepRow:
 
 
 def write_sweep(folder: Path, sweep: Path) -> None:
-    """Writes sweep.html, sweep.md, sweep.json and sweep.png.
+    """Writes sweep.html, sweep.md, sweep.json and their plots.
 
     Args:
         folder: where to.
@@ -58,15 +58,20 @@ def write_sweep(folder: Path, sweep: Path) -> None:
     if any(row.length.value is not None for row in rows):
         blocks.append(_plot(folder, rows))
     blocks.append(_table(rows))
+    quantized = quantize_sweep.read_quantized([sweep / row.job for row in rows])
+    compared = [quantize_sweep.section(folder, quantized)] if quantized else []
     document = Document(
         f"Sweep {sweep.name}",
         f"{len(rows)} jobs, each at the k with most tokens/s of those it measured.",
         blocks,
-        [Section("Reading the table", [Text(READING)])],
+        [*compared, Section("Reading the table", [Text(READING)])],
     )
-    (folder / "sweep.html").write_text(page.render(document, folder), encoding="utf-8")
-    (folder / "sweep.md").write_text(markdown.render(document), encoding="utf-8")
-    text = json.dumps({"rows": [_record(row) for row in rows]}, indent=2, allow_nan=False)
+    pages.write(folder, "sweep", document)
+    records = {
+        "rows": [_record(row) for row in rows],
+        "quantized": [asdict(job) for job in quantized],
+    }
+    text = json.dumps(records, indent=2, allow_nan=False)
     (folder / "sweep.json").write_text(text + "\n", encoding="utf-8")
 
 

@@ -1,7 +1,7 @@
 """`measure`: draft-and-verify decoding of held-out conversations, beside model-free baselines."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ VERSION = 2
 log = logging.getLogger(__name__)
 
 TIMED_TOKENS = 48  # decoded alone of each timed prompt
-PROPOSERS = ("none", "ngram", "eagle3")
+WARM_UP_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Bench:
         seed: int,
         conversations: list[dict[str, Any]],
         target: Target,
-        speculator: Artifact,
+        speculators: dict[str, Artifact],
     ) -> None:
         self.config = config
         self.seed = seed
@@ -57,9 +57,10 @@ class _Bench:
         self.by_id = {row["id"]: row for row in conversations}
         self.temperatures = {c.name: c.temperature for c in profile.components}
         self.classes = token_classes(target)
-        self.head, self.vocab = load_head(
-            speculator.file("config.json"), speculator.file("model.safetensors"), target.device
-        )
+        self.heads = {
+            name: load_head(s.file("config.json"), s.file("model.safetensors"), target.device)
+            for name, s in speculators.items()
+        }
         longest = max(len(row["prompt_ids"]) for row in conversations)
         # Where the target's context ends answers, it ends those of all ways at the same token.
         self.max_tokens = min(
@@ -68,16 +69,21 @@ class _Bench:
         )
         self._slots: SlotTarget | None = None
 
-    def slots(self, num_slots: int, num_draft_tokens: int) -> SlotTarget:
-        """One cache at a time: a new size replaces the old."""
-        size = (num_slots, self.max_tokens + num_draft_tokens)
-        if self._slots is None or (self._slots.num_slots, self._slots.max_length) != size:
+    def slots(self, way: _Pass, num_slots: int) -> SlotTarget:
+        """One cache at a time: one of another size, or with other features, replaces it."""
+        max_length = self.max_tokens + way.num_draft_tokens
+        layers = None
+        if way.proposer in self.heads:
+            layers = list(self.heads[way.proposer][0].config.aux_layers)
+        old = self._slots
+        if old is None or (old.num_slots, old.max_length, old.aux_layers) != (
+            *(num_slots, max_length),
+            layers,
+        ):
             self._slots = SlotTarget(
-                self.target,
-                num_slots=num_slots,
-                max_length=size[1],
-                aux_layers=list(self.head.config.aux_layers),
+                self.target, num_slots=num_slots, max_length=max_length, aux_layers=layers
             )
+        assert self._slots is not None
         return self._slots
 
     def proposer(self, name: str, num_slots: int) -> Proposer:
@@ -89,8 +95,7 @@ class _Bench:
                 return NgramProposer(self.config.ngram_min, self.config.ngram_max)
             case _:
                 return Eagle3Proposer(
-                    self.head,
-                    self.vocab,
+                    *self.heads[name],
                     self.target.embeddings.weight.detach(),
                     num_slots=num_slots,
                     max_length=self.max_tokens + max(self.config.num_draft_tokens),
@@ -119,7 +124,7 @@ class _Bench:
             seed=self.seed,
         )
         return answer(
-            self.slots(num_slots, way.num_draft_tokens),
+            self.slots(way, num_slots),
             self.proposer(way.proposer, num_slots),
             requests,
             settings,
@@ -135,20 +140,21 @@ def run(
     profile: ProfileConfig,
     seed: int,
     prompts: Artifact,
-    speculator: Artifact,
+    speculators: dict[str, Artifact],
     target: Target,
 ) -> None:
     """Writes requests.jsonl and timings.jsonl (an answer a line) and acceptance.json (figures).
 
-    Answers of an earlier, killed run in `folder` are kept.
+    Answers of an earlier, killed run in `folder` are kept. `speculators` are by name as
+    `acceptance.json` has it, the fitted one first.
     """
     conversations = [
         row for row in read_jsonl(prompts.file("conversations.jsonl")) if row["split"] == "test"
     ]
     if not conversations:
         raise ValueError("data.num_test must be larger: no held-out conversation is left")
-    bench = _Bench(config, profile, seed, conversations, target, speculator)
-    ways = list(_ways(config))
+    bench = _Bench(config, profile, seed, conversations, target, speculators)
+    ways = list(_ways(config, speculators))
     for way in ways:
         _decode_all(folder / "requests.jsonl", bench, way)
     _time_all(folder / "timings.jsonl", bench, ways)
@@ -176,11 +182,11 @@ def run(
             )
 
 
-def _ways(config: MeasureConfig) -> Iterator[_Pass]:
+def _ways(config: MeasureConfig, speculators: Iterable[str]) -> Iterator[_Pass]:
     temperatures: list[float | None] = [*config.temperatures] if config.temperatures else [None]
     for temperature in temperatures:
         yield _Pass("none", 0, temperature)
-        for proposer in PROPOSERS[1:]:
+        for proposer in ("ngram", *speculators):
             for k in config.num_draft_tokens:
                 yield _Pass(proposer, k, temperature)
 
@@ -236,12 +242,14 @@ def _time_all(journal: Path, bench: _Bench, ways: list[_Pass]) -> None:
     for component in bench.temperatures:
         own = [i for i in sorted(bench.by_id) if bench.by_id[i]["component"] == component]
         chosen += own[: bench.config.num_timed]
+    for way in ways:  # warms up
+        next(bench.decode(way, chosen[:1], 1, min(limit, WARM_UP_TOKENS), None))
     rows = []
-    turns = [(i, way) for i in [chosen[0], *chosen] for way in ways]  # the first ones warm up
+    turns = [(i, way) for i in chosen for way in ways]
     for i, way in tqdm(turns, unit="answer", desc="measure alone"):
         (answered,) = bench.decode(way, [i], 1, limit, None)
         rows.append({"id": i, "timed": asdict(_timed(bench, way, answered))})
-    write_text(journal, "".join(dumps(row) + "\n" for row in rows[len(ways) :]))
+    write_text(journal, "".join(dumps(row) + "\n" for row in rows))
 
 
 def _timed(bench: _Bench, way: _Pass, answer: Decoded) -> Timed:
@@ -321,8 +329,8 @@ def _rows(
             row = component_row(found, times[name], intervals)
             greedy = found[0].temperature == 0 and way.proposer != "none"
             equal[name] = name not in different if greedy else None
-            if way.proposer == "eagle3":
-                row["coverage"] = _coverage(bench, found)
+            if way.proposer in bench.heads:
+                row["coverage"] = _coverage(bench, way.proposer, found)
             yield row | {"outputs_equal_plain": equal[name]}
         known = [value for value in equal.values() if value is not None]
         yield mix_row(by_component, times, weights, intervals) | {
@@ -330,7 +338,7 @@ def _rows(
         }
 
 
-def _coverage(bench: _Bench, measured: list[Measured]) -> float:
+def _coverage(bench: _Bench, head: str, measured: list[Measured]) -> float:
     """Share of the answers' tokens that are in the draft vocabulary."""
     tokens = torch.tensor([token for m in measured for token in m.tokens])
-    return float(bench.vocab.t2d.cpu()[tokens].float().mean())
+    return float(bench.heads[head][1].t2d.cpu()[tokens].float().mean())

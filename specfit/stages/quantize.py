@@ -16,7 +16,7 @@ from specfit.checks import GateRejected
 from specfit.config import ProfileConfig
 from specfit.files import append_jsonl, read_jsonl, write_json
 from specfit.quantization.activations import input_amax, input_scales
-from specfit.quantization.checkpoint import write_checkpoint
+from specfit.quantization.checkpoint import is_complete, write_checkpoint
 from specfit.quantization.config import (
     BITS,
     Activations,
@@ -39,6 +39,7 @@ from specfit.quantization.selection import Budget, Selection, select
 from specfit.quantization.switch import UnitSwitch
 from specfit.quantization.texts import Answered, TextSettings, passages, read_texts
 from specfit.quantization.units import Unit
+from specfit.report import quantization
 from specfit.targets.info import read_info_file
 from specfit.targets.target import Target
 
@@ -78,7 +79,7 @@ class _Journal:
 
 
 def run(job: QuantizeJob) -> None:
-    """Writes model/ (a compressed-tensors checkpoint), recipe.json, info.json and fidelity.json.
+    """Writes model/ (a compressed-tensors checkpoint), recipe.json, fidelity.json and a page.
 
     What an earlier, killed run in the folder has answered, measured or written is used.
 
@@ -121,8 +122,11 @@ def run(job: QuantizeJob) -> None:
         replace(target.info, quantization=scheme_of(job.folder / MODEL)),
     )
     write_json(job.folder / "info.json", quantized.info.to_json())
-    write_json(job.folder / "recipe.json", _recipe(divergence, selection, chosen, plan))
-    write_json(job.folder / FIDELITY, _fidelity(job, divergence, quantized, texts, settings))
+    recipe = _recipe(divergence, selection, chosen, plan)
+    fidelity = _fidelity(job, divergence, quantized, texts, settings)
+    write_json(job.folder / "recipe.json", recipe)
+    quantization.write_page(job.folder, target.info.name, recipe, fidelity)
+    write_json(job.folder / FIDELITY, fidelity)
 
 
 def check_gate(artifact: Artifact, gate: Gate) -> None:
@@ -227,6 +231,8 @@ def _plan(
 
 
 def _write(job: QuantizeJob, plan: QuantizationPlan) -> None:
+    if is_complete(job.folder / MODEL):
+        return  # an earlier run was killed later
     with tqdm(unit="B", unit_scale=True, desc="quantize: write") as bar:
 
         def progress(done: int, total: int) -> None:

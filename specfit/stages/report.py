@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from specfit.config import ReportConfig
-from specfit.report import making, markdown, measured, opening, page, plots
+from specfit.report import making, measured, opening, pages, plots, quantization
 from specfit.report.acceptance import Acceptance
 from specfit.report.definitions import definitions
 from specfit.report.document import Document
 from specfit.report.sweep import write_sweep
 
-VERSION = 3
+VERSION = 4
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +21,7 @@ def run(
     folder: Path,
     *,
     prompts: Path,
+    quantize: Path | None,
     generate: Path,
     fit: Path,
     extract: Path | None,
@@ -35,6 +36,7 @@ def run(
     Args:
         folder: where to.
         prompts: a finished artifact, as are `generate`, `fit`, `train`, `measure` and `export`.
+        quantize: see `prompts`; None where the target is served as it came.
         generate: see `prompts`.
         fit: see `prompts`.
         extract: the hidden-state store; None where states were computed while training.
@@ -51,6 +53,8 @@ def run(
     record: dict[str, Any] = {
         "provenance": provenance,
         "prompts": _read(prompts / "prompts.json"),
+        "recipe": None if quantize is None else _read(quantize / "recipe.json"),
+        "fidelity": None if quantize is None else _read(quantize / "fidelity.json"),
         "generate": _read(generate / "generate.json"),
         "fit": _read(fit / "fit.json"),
         "extract": None if extract is None else _read(extract / "store.json"),
@@ -64,8 +68,7 @@ def run(
     found = Acceptance.of(record["acceptance"])
     record["verdict"] = opening.verdict(found)
     document = _compose(folder, record, found)
-    (folder / "report.html").write_text(page.render(document, folder), encoding="utf-8")
-    (folder / "report.md").write_text(markdown.render(document), encoding="utf-8")
+    pages.write(folder, "report", document)
     text = json.dumps(record, indent=2, ensure_ascii=False)
     (folder / "report.json").write_text(text + "\n", encoding="utf-8")
     if report.sweep is not None:
@@ -79,12 +82,16 @@ def _compose(folder: Path, record: dict[str, Any], found: Acceptance) -> Documen
     images |= plots.training_plot(
         folder, record["train_log"], record["evals"], train.get("kept_step")
     )
+    quantized = []
+    if record["recipe"]:
+        quantized = quantization.sections(folder, record["recipe"], record["fidelity"])
     return Document(
         opening.title(found, provenance),
         opening.lead(found, provenance),
         opening.opening(found, provenance, parity),
         [
             *measured.sections(found, images),
+            *quantized,
             making.training(train, record["train_log"], record["evals"], images),
             making.data(record["prompts"], record["generate"]),
             making.coverage(record["fit"]),

@@ -11,6 +11,8 @@ from safetensors import SafetensorError
 
 from specfit.artifacts import Artifact
 from specfit.config import TargetConfig
+from specfit.quantization.loading import is_read_here, load_quantized
+from specfit.quantization.reading import scheme_of
 from specfit.targets.info import TargetInfo, read_info, read_info_file
 from specfit.targets.locate import Location
 from specfit.targets.target import Target
@@ -59,17 +61,22 @@ def load(config: TargetConfig, location: Location, device: torch.device) -> Targ
     if location.gguf_file:
         quantization = check_gguf(location.folder / location.gguf_file)
         options["gguf_file"] = location.gguf_file
+    notes: dict[str, Any] = {"missing_keys": []}
+    dtype = dtype_name(config.dtype, device)
     try:
         tokenizer = AutoTokenizer.from_pretrained(location.folder, **options)
         if location.gguf_file:
             options["quantization_config"] = _dequantize()
-        model, notes = AutoModelForCausalLM.from_pretrained(
-            location.folder,
-            dtype=dtype_name(config.dtype, device),
-            use_safetensors=True,
-            output_loading_info=True,
-            **options,
-        )
+        if not location.gguf_file and is_read_here(location.folder):
+            model = load_quantized(location.folder, dtype)
+        else:
+            model, notes = AutoModelForCausalLM.from_pretrained(
+                location.folder,
+                dtype=dtype,
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+            )
     except _LOADING_ERRORS as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
@@ -77,10 +84,9 @@ def load(config: TargetConfig, location: Location, device: torch.device) -> Targ
         ) from error
     if len(tokenizer) == len(set(tokenizer.all_special_ids)):
         raise ValueError(f"target.path: {location.folder} holds no tokenizer; copy its files there")
-    found = getattr(model.config, "quantization_config", None)
-    if found is not None and not location.gguf_file:
-        quantization = _scheme(found)
-    elif notes["missing_keys"]:
+    if not location.gguf_file:
+        quantization = scheme_of(location.folder)
+    if (location.gguf_file or quantization is None) and notes["missing_keys"]:
         # transformers makes them up, with a warning.
         missing = sorted(notes["missing_keys"])
         raise ValueError(
@@ -147,14 +153,6 @@ def _dequantize() -> Any:
     from transformers import GgufConfig
 
     return GgufConfig(dequantize=True)
-
-
-def _scheme(config: Any) -> str:
-    values = config if isinstance(config, dict) else config.to_dict()
-    method = values.get("quant_method", "unknown")
-    detail = values.get("format") or values.get("bits") or values.get("quant_algo")
-    method = getattr(method, "value", method)
-    return f"{method}:{detail}" if detail else str(method)
 
 
 def _name(config: TargetConfig, location: Location) -> str:

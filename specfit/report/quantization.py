@@ -1,0 +1,193 @@
+"""The sections on a quantized target: what was chosen, by what, and what it lost."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from specfit.report import pages, plots
+from specfit.report.document import (
+    Block,
+    Cell,
+    Column,
+    Definitions,
+    Document,
+    Image,
+    Section,
+    Table,
+    Text,
+)
+from specfit.report.figures import NOT_MEASURED, estimate, number, share
+
+Record = dict[str, Any]
+
+TERMS = {
+    "KL": "Kullback-Leibler divergence of the quantized target's next-token distribution from that "
+    "of the target as it came, in nats a token: 0 where they agree.",
+    "same top token": "Share of tokens at which both have the same most likely next token.",
+    "perplexity": "Its change on the text that the target as it came had written.",
+    "text": "Answers of the target as it came, to prompts of the profile's training split. "
+    "Predictions are fitted to the calibration text, sets chosen on the selection text, and the "
+    "report text is used for nothing else. No two share a conversation.",
+    "noise": "The target as it came against itself in batches of another shape.",
+}
+
+
+def write_page(folder: Path, target: str, recipe: Record, fidelity: Record) -> None:
+    """quantization.html, quantization.md and quantization.png."""
+    document = Document(
+        f"{target} in NVFP4",
+        lead(recipe, fidelity),
+        [Text(sentence) for sentence in verdicts(fidelity)],
+        sections(folder, recipe, fidelity),
+    )
+    pages.write(folder, "quantization", document)
+
+
+def sections(folder: Path, recipe: Record, fidelity: Record) -> list[Section]:
+    """Fidelity with its gates, and the choice of units; plots go to `folder`."""
+    return [
+        Section("Fidelity of the quantized target", _fidelity(recipe, fidelity)),
+        Section("What was quantized", _choice(folder, recipe)),
+    ]
+
+
+def lead(recipe: Record, fidelity: Record) -> str:
+    """What was done and what it cost, in a sentence."""
+    report = _report_row(fidelity)
+    rest = {p for p in recipe["plan"]["precision"].values() if p != "nvfp4"}
+    others = f", the rest in {', '.join(sorted(rest)).upper()}" if rest else ""
+    return (
+        f"{share(recipe['share'])} of the weights that may be quantized are in NVFP4{others}: "
+        f"{number(recipe['bits_per_weight'], 2)} bits each on average. Mean KL on "
+        f"{number(report['num_tokens'])} tokens of text that nothing was chosen by: "
+        f"{estimate(report, 'kl_mean_nats', 4)} nats."
+    )
+
+
+def verdicts(fidelity: Record) -> list[str]:
+    """A sentence for each gate."""
+    return [
+        f"Gate {gate}: {'rejected, as ' + '; '.join(broken) if broken else 'passed'}."
+        for gate, broken in fidelity["broken_limits"].items()
+    ]
+
+
+def _report_row(fidelity: Record) -> Record:
+    row: Record = next(row for row in fidelity["rows"] if row["text"] == "report")
+    return row
+
+
+def _fidelity(recipe: Record, fidelity: Record) -> list[Block]:
+    rows = [*fidelity["rows"], {"text": "noise"} | fidelity["noise_floor"]]
+    cells: list[list[Cell]] = [
+        [
+            row["text"],
+            number(row["num_tokens"]),
+            estimate(row, "kl_mean_nats", 4),
+            estimate(row, "kl_median_nats", 4),
+            estimate(row, "kl_p95_nats", 3),
+            estimate(row, "kl_p99_nats", 3),
+            estimate(row, "top1_agreement", 3),
+            estimate(row, "perplexity_change", 4),
+        ]
+        for row in rows
+    ]
+    titles = ["tokens", "KL, mean", "median", "95 %", "99 %", "same top token", "perplexity change"]
+    rollouts = fidelity["rollouts"]
+    blocks: list[Block] = [
+        Text(" ".join([lead(recipe, fidelity), *verdicts(fidelity)])),
+        Table(
+            "Figures of the written checkpoint, read back. KL in nats a token; in parentheses 95 % "
+            "intervals, over conversations.",
+            [Column("text"), *(Column(title, numeric=True) for title in titles)],
+            cells,
+        ),
+    ]
+    if rollouts["num_rollouts"]:
+        blocks.append(
+            Text(
+                f"Of {number(rollouts['num_rollouts'])} greedy answers of "
+                f"{number(rollouts['num_tokens'])} tokens, {number(rollouts['num_equal'])} are the "
+                "same as before quantizing; the median answer first differs at token "
+                f"{number(rollouts['first_differing_token_median'])}."
+            )
+        )
+    return [*blocks, Definitions(TERMS)]
+
+
+def _choice(folder: Path, recipe: Record) -> list[Block]:
+    rows: list[list[Cell]] = [
+        [
+            row["proposer"],
+            number(len(row["chosen"])),
+            share(row["share"]),
+            NOT_MEASURED
+            if row["predicted_kl_nats"] is None
+            else number(row["predicted_kl_nats"], 4),
+            estimate(row, "measured_kl_nats", 4),
+        ]
+        for row in recipe["rows"]
+    ]
+    fits = ", ".join(f"{name} {value:.3f}" for name, value in recipe["cv_r2"].items())
+    moves = recipe["moves"]
+    kept = sum(move["kept"] for move in moves)
+    reliability = recipe["rho_reliability"]
+    return [
+        _plot(folder, recipe),
+        Table(
+            "Sets of units that were measured on the selection text, by who proposed them; the "
+            "last is what was quantized. Predictions are for the calibration text.",
+            [
+                Column("proposer"),
+                Column("units", numeric=True),
+                Column("weights in NVFP4", numeric=True),
+                Column("KL predicted", numeric=True),
+                Column("KL measured", numeric=True),
+            ],
+            rows,
+        ),
+        Text(
+            f"Share of variance explained on random sets held out: {fits or NOT_MEASURED}. "
+            "Reliability of the correlations between units, by halves of the text: "
+            f"{NOT_MEASURED if reliability is None else number(reliability, 2)}. Small moves "
+            f"tried from the best proposal: {len(moves)}, kept: {kept}."
+        ),
+    ]
+
+
+def _plot(folder: Path, recipe: Record) -> Image:
+    """KL of each unit alone, in bars by layer, a panel a kind of unit."""
+    panels: dict[str, list[tuple[int, float, bool]]] = {}
+    chosen = set(recipe["chosen"])
+    for i, (name, kl) in enumerate(zip(recipe["units"], recipe["isolated_kl_nats"], strict=True)):
+        _, layer, kind = name.split(" ")[0].split(".", 2)
+        kind = kind if " " not in name else "layer"
+        panels.setdefault(kind, []).append((int(layer), kl, i in chosen))
+    with matplotlib.rc_context(plots.STYLE):
+        height = 0.7 + 1.25 * len(panels)
+        figure = Figure(figsize=(plots.WIDTH, height), layout="constrained")
+        axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+        for panel, (kind, bars) in zip(axes, panels.items(), strict=True):
+            _bars(panel, bars)
+            panel.set_title(kind)
+        axes[len(axes) // 2].set_ylabel("KL alone, nats a token")
+        axes[-1].set_xlabel("layer")
+        handles = [Patch(color=plots.BLUE, label="NVFP4"), Patch(color=plots.GREY, label="not")]
+        axes[0].legend(handles=handles, ncols=2, loc="upper right")
+    plots.save(folder / "quantization.png", figure)
+    return Image(
+        "quantization.png",
+        "Bar charts of KL by layer when one unit alone is quantized, a panel a kind of unit.",
+        "KL on the calibration text when one unit alone is in NVFP4; those that were chosen are "
+        "blue.",
+    )
+
+
+def _bars(axes: Any, bars: Sequence[tuple[int, float, bool]]) -> None:
+    colors = [plots.BLUE if chosen else plots.GREY for _, _, chosen in bars]
+    axes.bar([layer for layer, _, _ in bars], [kl for _, kl, _ in bars], color=colors)
+    axes.grid(axis="y")
