@@ -18,14 +18,15 @@ class Stage(Enum):
     status = 0
     target = 1
     prompts = 2
-    quantize = 3
-    generate = 4
-    fit = 5
-    extract = 6
-    train = 7
-    measure = 8
-    export = 9
-    report = 10
+    sensitivity = 3
+    quantize = 4
+    generate = 5
+    fit = 6
+    extract = 7
+    train = 8
+    measure = 9
+    export = 10
+    report = 11
 
 
 class LossOn(Enum):

@@ -27,6 +27,7 @@ from specfit.stages import (
     prompts,
     quantize,
     report,
+    sensitivity,
     target,
     train,
 )
@@ -128,13 +129,31 @@ class _Path:
         )
 
     @cached_property
-    def quantize(self) -> Artifact:
+    def sensitivity(self) -> Artifact:
         if self.cfg.quantize.budget is None:
             raise ValueError(
-                "quantize.budget must be set for stage=quantize (0.67: two thirds of the weights "
-                "in NVFP4), got null"
+                f"quantize.budget must be set for stage={self.cfg.stage.name} (0.67: two thirds of "
+                "the weights in NVFP4), got null"
             )
         conversations = self.prompts
+        return self._make(
+            "sensitivity",
+            lambda folder: sensitivity.run(
+                sensitivity.SensitivityJob(
+                    folder=folder,
+                    config=self.cfg.quantize,
+                    profile=self.cfg.profile,
+                    seed=self.cfg.seed,
+                    prompts=conversations,
+                    source=checkpoint_folder(self.target, self.location),
+                    target=self.plain,
+                )
+            ),
+        )
+
+    @cached_property
+    def quantize(self) -> Artifact:
+        alone = self.sensitivity
         made = self._make(
             "quantize",
             lambda folder: quantize.run(
@@ -143,7 +162,7 @@ class _Path:
                     config=self.cfg.quantize,
                     profile=self.cfg.profile,
                     seed=self.cfg.seed,
-                    prompts=conversations,
+                    sensitivity=alone,
                     source=checkpoint_folder(self.target, self.location),
                     target=self.plain,
                 )

@@ -17,6 +17,7 @@ from specfit.stages import (
     prompts,
     quantize,
     report,
+    sensitivity,
     target,
     train,
 )
@@ -41,7 +42,9 @@ def recipes_of(cfg: RunConfig, location: Location, digests: Path) -> dict[str, R
     add(Stage.target, target.VERSION, _target(cfg, location), "")
     add(Stage.prompts, prompts.VERSION, _data(cfg, digests), "target")
     if served == "quantize":
-        add(Stage.quantize, quantize.VERSION, _quantize(cfg), "target prompts")
+        alone, under_budget = _quantize(cfg)
+        add(Stage.sensitivity, sensitivity.VERSION, alone, "target prompts")
+        add(Stage.quantize, quantize.VERSION, under_budget, "target sensitivity")
     add(Stage.generate, generate.VERSION, _generate(cfg), f"{served} prompts")
     vocab = {
         "weights": weights,
@@ -104,11 +107,17 @@ def _target(cfg: RunConfig, location: Location) -> dict[str, Any]:
     }
 
 
-def _quantize(cfg: RunConfig) -> dict[str, Any]:
+def _quantize(cfg: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What decides the figures of each unit alone, and what decides the choice."""
     params = asdict(cfg.quantize)
     del params["gate"]  # it judges what is made, and makes nothing
+    under_budget = {
+        name: params.pop(name)
+        for name in ("budget", "budget_in", "selector", "rest", "cotune", "sets_per_unit")
+    }
+    under_budget |= {"num_random": params.pop("num_random"), "seed": cfg.seed}
     components = [(c.name, c.weight, c.temperature) for c in cfg.profile.components]
-    return params | {"components": components, "seed": cfg.seed}
+    return params | {"components": components, "seed": cfg.seed}, under_budget
 
 
 def _generate(cfg: RunConfig) -> dict[str, Any]:

@@ -125,7 +125,9 @@ def test_a_pass_from_a_layer_is_the_pass_from_the_start(architecture, layer):
     aux, last = target.states(text.input_ids, text.valid, list(range(6)))
     entering = [*aux.unbind(2), last][layer]
     found = target.states_from(layer, entering, text.input_ids, text.valid)
-    assert torch.equal(found[text.valid], last[text.valid])
+    assert len(found) == 7 - layer
+    for states, expected in zip(found, [*aux.unbind(2), last][layer:], strict=True):
+        assert torch.equal(states[text.valid], expected[text.valid])
     again, _ = target.states(text.input_ids, text.valid, [layer])  # all layers are as they were
     assert torch.equal(again[text.valid][:, 0], entering[text.valid])
 
@@ -218,3 +220,33 @@ def test_groups_of_units_are_chosen_together():
     chosen = torch.tensor([False, True, False, False, True, False])
     units = torch.tensor([unit.layer in (1, 4) for unit in apart.switch.units])
     assert torch.equal(together.kl(chosen, Text.selection), apart.kl(units, Text.selection))
+
+
+def test_what_was_measured_before_does_not_change_a_divergence():
+    target = own("qwen3")
+    divergence, fresh = measuring(target), measuring(own("qwen3"))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(12):
+        chosen = torch.rand(len(divergence.groups), generator=generator) < 0.4
+        once = ModelDivergence(
+            fresh.target,
+            fresh.switch,
+            {Text.selection: passages(3)[1]},
+            groups=fresh.groups,
+            batch_size=2,
+        )
+        expected = once.kl(chosen, Text.selection)
+        assert torch.equal(divergence.kl(chosen, Text.selection), expected)
+        assert torch.equal(divergence.kl(chosen, Text.selection), expected)
+
+
+def test_rescaled_weights_are_not_taken_for_those_before():
+    divergence = measuring(own("llama"))
+    units = divergence.switch.units
+    chosen = mask(divergence, units[0], units[-1])
+    before = divergence.kl(chosen, Text.selection)
+    names = [name for group in divergence.switch.groups([units[0]]) for name in group]
+    divergence.rescale(dict.fromkeys(names, 1.3))
+    assert not torch.allclose(divergence.kl(chosen, Text.selection), before, rtol=1e-3)
+    divergence.rescale({})
+    assert torch.equal(divergence.kl(chosen, Text.selection), before)

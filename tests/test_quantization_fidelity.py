@@ -5,7 +5,12 @@ import math
 import pytest
 import torch
 
-from specfit.quantization.fidelity import GATES, TokenFigures, broken_limits
+from specfit.quantization.fidelity import (
+    GATES,
+    TokenFigures,
+    broken_limits,
+    other_than_measured,
+)
 
 
 def random_figures(num_sequences=6, num_tokens=20, noise=0.5, seed=0):
@@ -105,3 +110,12 @@ def test_gates_are_those_of_the_notes():
         ("top1_agreement", None, 0.93),
         ("perplexity_change", 0.01, None),
     ]
+
+
+def test_a_checkpoint_that_is_not_what_was_measured_is_found():
+    row = {"kl_mean_nats": 0.02}
+    assert other_than_measured(0.02 * (1 + 5e-4), row) == []
+    for measured in (0.0199, 0.0201, 0.0):
+        (words,) = other_than_measured(measured, row)
+        assert words.endswith("got 0.02")
+    assert len(other_than_measured(0.02, {"kl_mean_nats": math.nan})) == 1

@@ -9,6 +9,7 @@ import torch
 
 from specfit import artifacts
 from specfit.checks import GateRejected
+from specfit.quantization import fidelity, problem
 from specfit.quantization.measured import Text
 from specfit.quantization.reading import read_quantized
 from specfit.quantization.units import unit_of
@@ -16,6 +17,7 @@ from specfit.stages import quantize
 from specfit.targets.load import load
 from specfit.targets.locate import locate
 from specfit_kernels.nvfp4 import FP4Tensor
+from specfit_kernels.nvfp4 import quantize as nvfp4_quantize
 
 SMALL = [
     "stage=quantize",
@@ -66,15 +68,15 @@ def test_the_share_of_nvfp4_meets_the_budget(made):
 
 
 def test_fidelity_has_a_row_for_each_text_with_intervals(made):
-    fidelity = tiny_runs.read_json(made, "fidelity.json")
-    assert [row["text"] for row in fidelity["rows"]] == ["calibration", "selection", "report"]
-    for row in fidelity["rows"]:
+    figures = tiny_runs.read_json(made, "fidelity.json")
+    assert [row["text"] for row in figures["rows"]] == ["calibration", "selection", "report"]
+    for row in figures["rows"]:
         assert (row["num_sequences"], row["num_tokens"]) == (3, 18)
         for name in FIGURES:
             assert row[f"{name}_low"] <= row[name] <= row[f"{name}_high"]
         assert row["kl_mean_nats"] > 0
-    assert fidelity["noise_floor"]["kl_mean_nats"] < 1e-8
-    assert fidelity["noise_floor"]["top1_agreement"] == 1
+    assert figures["noise_floor"]["kl_mean_nats"] < 1e-8
+    assert figures["noise_floor"]["top1_agreement"] == 1
 
 
 def test_what_was_written_diverges_as_what_was_chosen(made):
@@ -88,9 +90,10 @@ def test_what_was_written_diverges_as_what_was_chosen(made):
     assert row["kl_mean_nats"] == pytest.approx(measured["measured_kl_nats"], rel=1e-4)
 
 
-def test_no_conversation_is_in_two_texts(made, words):
-    rows = tiny_runs.read_lines(made, "texts.jsonl")
-    assert len({row["id"] for row in rows}) == len(rows) >= 9
+def test_no_conversation_is_in_two_texts(words):
+    rows = tiny_runs.read_lines(tiny_runs.run(words, "stage=sensitivity"), "texts.jsonl")
+    assert len({row["id"] for row in rows}) == len(rows) == 9
+    assert [row["text"] for row in rows] == [text.name for text in Text for _ in range(3)]
     prompts = tiny_runs.read_lines(tiny_runs.run(words, "stage=prompts"), "conversations.jsonl")
     split = {row["id"]: row["split"] for row in prompts}
     assert {split[row["id"]] for row in rows} == {"train"}
@@ -124,7 +127,7 @@ def test_the_artifact_opens_as_what_it_holds(made, words):
 def test_the_whole_path_is_fitted_to_the_quantized_target(words, made):
     report = tiny_runs.run(words, "stage=report")
     found = tiny_runs.artifacts(words, "stage=report")
-    assert list(found)[:4] == ["target", "prompts", "quantize", "generate"]
+    assert list(found)[:5] == ["target", "prompts", "sensitivity", "quantize", "generate"]
     assert found["quantize"].key == made.key
     assert found["generate"].manifest["inputs"]["quantize"] == made.key
     rows = tiny_runs.read_json(found["measure"], "acceptance.json")
@@ -138,11 +141,15 @@ def test_the_whole_path_is_fitted_to_the_quantized_target(words, made):
 
 
 @pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize("stage", ["sensitivity", "quantize"])
 def test_a_killed_run_measures_nothing_twice_and_ends_the_same(
-    words, made, tmp_path, monkeypatch, torn
+    words, tmp_path, monkeypatch, stage, torn
 ):
+    made = tiny_runs.run(words, f"stage={stage}")
     there = [*words, f"runtime.root={tmp_path}"]
-    append, left = quantize.append_jsonl, [9]
+    if stage == "quantize":
+        tiny_runs.run(there, "stage=sensitivity")
+    append, left = problem.append_jsonl, [9]
 
     def append_or_die(path, rows):
         if left[0] == 0:
@@ -151,17 +158,17 @@ def test_a_killed_run_measures_nothing_twice_and_ends_the_same(
         append(path, rows)
 
     with monkeypatch.context() as patch:
-        patch.setattr(quantize, "append_jsonl", append_or_die)
+        patch.setattr(problem, "append_jsonl", append_or_die)
         with pytest.raises(KeyboardInterrupt):
             tiny_runs.run(there)
-    (journal,) = tmp_path.glob("quantize/*.partial/measured.jsonl")
+    (journal,) = tmp_path.glob(f"{stage}/*.partial/measured.jsonl")
     if torn:
         journal.write_bytes(journal.read_bytes()[:-9])
-    kept = len(quantize.read_jsonl(journal, tolerate_truncated_tail=True))
+    kept = len(problem.read_jsonl(journal, tolerate_truncated_tail=True))
     assert kept == (8 if torn else 9)
-    resumed = tiny_runs.run(there)
+    resumed = tiny_runs.run(there, f"stage={stage}")
     assert resumed.key == made.key
-    for name in ("recipe.json", "model/model.safetensors", "texts.jsonl", "measured.jsonl"):
+    for name in resumed.files():
         assert resumed.file(name).read_bytes() == made.file(name).read_bytes()
 
 
@@ -247,3 +254,51 @@ def test_settings_that_make_no_sense_are_named(words, words_, message):
 def test_a_stage_without_a_budget_says_what_to_set(words):
     with pytest.raises(ValueError, match=r"quantize\.budget must be set for stage=quantize"):
         tiny_runs.run(words, "quantize.budget=null")
+
+
+def test_budgets_and_selectors_share_what_each_unit_costs_alone(words):
+    before = tiny_runs.keys(words)
+    for more in ("quantize.budget=0.9", "quantize.selector=isolated", "quantize.rest=fp8"):
+        after = tiny_runs.keys(words, more)
+        assert after["sensitivity"] == before["sensitivity"]
+        assert after["quantize"] != before["quantize"]
+    for more in ("quantize.rule=amax", "quantize.num_passages=2", "quantize.granularity=layer"):
+        assert tiny_runs.keys(words, more)["sensitivity"] != before["sensitivity"]
+    recipe = tiny_runs.read_json(tiny_runs.run(words), "recipe.json")
+    alone = tiny_runs.read_json(tiny_runs.run(words, "stage=sensitivity"), "sensitivity.json")
+    for name in ("units", "num_weights", "isolated_kl_nats"):
+        assert recipe[name] == alone[name]
+    keys = [key for key, _ in tiny_runs.read_lines(tiny_runs.run(words), "measured.jsonl")]
+    assert "gram" not in keys
+    assert not any(key.startswith("calibration") and key.count(" ") == 1 for key in keys)
+
+
+def swapped(weights):
+    gate = "model.layers.2.mlp.gate_proj.weight"
+    up = gate.replace("gate", "up")
+    weights[gate].data, weights[up].data = weights[up].data, weights[gate].data
+
+
+def scaled(weights):
+    weights["model.layers.2.self_attn.o_proj.weight"].data *= 1.05
+
+
+def head_quantized(weights):
+    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    head.data = nvfp4_quantize(head.data).dequantize()
+
+
+@pytest.mark.parametrize("fault", [swapped, scaled, head_quantized])
+def test_a_checkpoint_with_a_fault_passes_no_gate(words, tmp_path, monkeypatch, fault):
+    load_quantized = quantize.load_quantized
+
+    def faulty(folder, dtype):
+        model = load_quantized(folder, dtype)
+        fault(dict(model.named_parameters()))
+        return model
+
+    monkeypatch.setattr(quantize, "load_quantized", faulty)
+    monkeypatch.setattr(fidelity, "GATES", {gate: [] for gate in fidelity.GATES})
+    there = [*words, f"runtime.root={tmp_path}"]
+    with pytest.raises(GateRejected, match="as measured before it was written"):
+        tiny_runs.run(there, "quantize.gate=production")

@@ -1,6 +1,6 @@
 """What goes into matrices: its largest size, from which W4A4 takes its static scales."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ def input_amax(target: Target, batches: Sequence[Passages]) -> dict[str, float]:
     return found
 
 
-def input_scales(amax: dict[str, float] | None) -> dict[str, Float32[Tensor, ""]] | None:
+def input_scales(amax: Mapping[str, float] | None) -> dict[str, Float32[Tensor, ""]] | None:
     """The global scales of inputs, which divide."""
     if amax is None:
         return None

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def cotune(divergence: ModelDivergence, chosen: Bool[Tensor, "units"]) -> dict[str, float]:
-    """Factors by tensor name, for `UnitSwitch.rescale`; empty when none lower the divergence.
+    """Factors by tensor name, for `rescale`; empty when none lower the divergence.
 
     Raises:
         ValueError: a unit is of experts that are one parameter.
@@ -43,6 +43,7 @@ def cotune(divergence: ModelDivergence, chosen: Bool[Tensor, "units"]) -> dict[s
                 optimizer.zero_grad()
                 divergence.loss(units, Text.calibration, batch).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
+            divergence.forget()
             kl = float(divergence.kl(chosen, Text.selection).mean())
             log.info(
                 "quantize: co-tuning epoch %d: KL %.5f nats, %.5f before", epoch + 1, kl, first
@@ -50,6 +51,7 @@ def cotune(divergence: ModelDivergence, chosen: Bool[Tensor, "units"]) -> dict[s
             if kl >= best:
                 break
             best, kept = kl, factors.detach().clone()
+    divergence.forget()
     if best == first:
         return {}
     values = kept.exp().tolist()

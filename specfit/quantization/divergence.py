@@ -65,7 +65,8 @@ class ModelDivergence:
     """`Divergence` of a model in memory.
 
     What enters each layer of the target as it is, and its log-probabilities, are kept, so that a
-    pass starts at the first layer with a quantized unit: layers * hidden + vocab numbers a token.
+    pass starts at the first layer with a quantized unit; so is what the latest set made of it, for
+    the next one that begins alike. 2 * layers * hidden + vocab numbers a token.
     Nothing is made in inference mode, since gradients flow through the same tensors in `loss`.
     """
 
@@ -93,10 +94,20 @@ class ModelDivergence:
         sizes = [sum(switch.num_weights(unit) for unit in group) for group in groups]
         self.costs = torch.tensor(sizes, dtype=torch.float64)
         switch.choose([])
+        self._latest: dict[int, tuple[frozenset[Unit], list[Tensor]]] = {}
         self._reference = {
             text: [self._read(part) for part in passages.split(batch_size)]
             for text, passages in texts.items()
         }
+
+    def rescale(self, factors: dict[str, float]) -> None:
+        """See `UnitSwitch.rescale`."""
+        self.switch.rescale(factors)
+        self.forget()
+
+    def forget(self) -> None:
+        """Does without what the latest set made of the text: someone changed what sets make."""
+        self._latest.clear()
 
     def units(self, chosen: Bool[Tensor, "units"]) -> list[Unit]:
         """Of the groups that are chosen."""
@@ -184,13 +195,29 @@ class ModelDivergence:
     def _last(
         self, reference: _Reference, units: Collection[Unit]
     ) -> Float[Tensor, "sequences counted hidden"]:
-        """The states before the final norm where something counts, with `units` quantized."""
+        """The states before the final norm where something counts, with `units` quantized.
+
+        The pass starts where it first differs from the target as it is, or from the latest set.
+        """
         self.switch.choose(units)
-        layer = min((unit.layer for unit in units), default=self.target.info.num_layers)
-        last = self.target.states_from(
-            layer, reference.entering[layer], reference.input_ids, reference.valid
+        chosen = frozenset(units)
+        top = self.target.info.num_layers
+        known = [(frozenset[Unit](), reference.entering)]
+        inference = not torch.is_grad_enabled()
+        if inference and id(reference) in self._latest:
+            known.append(self._latest[id(reference)])
+
+        def first_differing(other: tuple[frozenset[Unit], list[Tensor]]) -> int:
+            return min((unit.layer for unit in other[0] ^ chosen), default=top)
+
+        nearest = max(known, key=first_differing)
+        layer, entering = first_differing(nearest), nearest[1]
+        states = entering[:layer] + self.target.states_from(
+            layer, entering[layer], reference.input_ids, reference.valid
         )
-        return last[:, -reference.log_probs.shape[1] :]
+        if inference:
+            self._latest[id(reference)] = (chosen, states)
+        return states[-1][:, -reference.log_probs.shape[1] :]
 
     @torch.no_grad()
     def _read(self, passages: Passages) -> _Reference:

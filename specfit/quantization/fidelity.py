@@ -116,6 +116,25 @@ GATES = {
 }
 
 
+def other_than_measured(kl_nats: float, row: Mapping[str, Any]) -> list[str]:
+    """Whether a checkpoint, read back, is the target that was measured before it was written.
+
+    Args:
+        kl_nats: mean KL of that target, with its units quantized in memory.
+        row: figures of the checkpoint on the same text.
+
+    Returns:
+        What is wrong, in words; empty where the two are one. A scale or a matrix in the wrong place
+        can be too small a fault for a gate, but never for this.
+    """
+    found = row["kl_mean_nats"]
+    if abs(found - kl_nats) <= 1e-3 * kl_nats + 1e-6:
+        return []
+    return [
+        f"kl_mean_nats must be {kl_nats:.5g} as measured before it was written, got {found:.5g}"
+    ]
+
+
 def broken_limits(gate: str, row: Mapping[str, Any]) -> list[str]:
     """Of the gate `strict` or `production`, on text that nothing was chosen by; empty: passed."""
     return [words for limit in GATES[gate] if (words := limit.broken_by(row)) is not None]

@@ -98,9 +98,20 @@ class Measured:
     def means(
         self, sets: Iterable[Bool[Tensor, " units"]], text: Text, what: str
     ) -> Float[Tensor, " sets"]:
-        """`mean` of each set, behind a progress bar."""
-        bar = tqdm(list(sets), unit="set", desc=f"quantize: {what}")
-        return torch.tensor([self.mean(chosen, text) for chosen in bar], dtype=torch.float64)
+        """`mean` of each set, behind a progress bar.
+
+        Sets that begin alike follow each other, since a model can go on from where they part.
+        """
+        listed = list(sets)
+        members = [set(self.ids(chosen)) for chosen in listed]
+        num_units = len(self.costs)
+        order = sorted(
+            range(len(listed)), key=lambda i: [unit in members[i] for unit in range(num_units)]
+        )
+        found = torch.zeros(len(listed), dtype=torch.float64)
+        for i in tqdm(order, unit="set", desc=f"quantize: {what}"):
+            found[i] = self.mean(listed[i], text)
+        return found
 
     def gram(self) -> tuple[Float[Tensor, "units units"], Float[Tensor, "units units"]]:
         """The two halves of G, in float64."""

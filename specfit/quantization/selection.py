@@ -185,15 +185,26 @@ def select(
     )
 
 
+def measure_alone(divergence: Divergence, journal: Journal) -> list[float]:
+    """KL of each unit alone on the calibration text, and G: what no budget changes."""
+    as_given = Measured(divergence, journal, range(len(divergence.costs)))
+    as_given.gram()
+    return _alone(as_given)
+
+
+def _alone(as_given: Measured) -> list[float]:
+    units = torch.eye(len(as_given.costs), dtype=torch.bool)
+    found: list[float] = as_given.means(units, Text.calibration, "units alone").tolist()
+    return found
+
+
 def _measured_alone(
     divergence: Divergence, budget: Budget, journal: Journal, seed: int
 ) -> tuple[tuple[float, ...], _Problem]:
     """KL of each unit, and the problem in order of KL a byte."""
     num_units = len(divergence.costs)
     as_given = Measured(divergence, journal, range(num_units))
-    units = torch.eye(num_units, dtype=torch.bool)
-    alone = as_given.means(units, Text.calibration, "units alone").tolist()
-    costs = as_given.costs.tolist()
+    alone, costs = _alone(as_given), as_given.costs.tolist()
     order = sorted(range(num_units), key=lambda i: (alone[i] / costs[i], costs[i], i))
     return tuple(alone), _Problem(Measured(divergence, journal, order), budget, seed)
 

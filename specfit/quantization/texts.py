@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specfit.answering import answer_plainly
-from specfit.files import append_jsonl, read_jsonl
+from specfit.files import append_jsonl, dumps, read_jsonl, write_text
 from specfit.quantization.divergence import Passages
 from specfit.quantization.measured import Text
 from specfit.targets.target import Target
@@ -62,6 +62,20 @@ def read_texts(
         found = _long_answers(journal, known, own, quota * len(texts), target, settings)
         for i, answered in enumerate(found):
             texts[list(Text)[i % len(texts)]].append(answered)
+    return texts
+
+
+def write_texts(path: Path, texts: Mapping[Text, Sequence[Answered]]) -> None:
+    """A line a conversation, with the text it is in."""
+    rows = [{"text": text.name} | asdict(a) for text, answered in texts.items() for a in answered]
+    write_text(path, "".join(dumps(row) + "\n" for row in rows))
+
+
+def texts_of(path: Path) -> dict[Text, list[Answered]]:
+    """What `write_texts` wrote."""
+    texts: dict[Text, list[Answered]] = {text: [] for text in Text}
+    for row in read_jsonl(path):
+        texts[Text[row.pop("text")]].append(Answered(**row))
     return texts
 
 

@@ -14,30 +14,27 @@ from tqdm import tqdm
 from specfit.artifacts import Artifact
 from specfit.checks import GateRejected
 from specfit.config import ProfileConfig
-from specfit.files import append_jsonl, read_jsonl, write_json
-from specfit.quantization.activations import input_amax, input_scales
+from specfit.files import write_json
 from specfit.quantization.checkpoint import is_complete, write_checkpoint
 from specfit.quantization.config import (
     BITS,
-    Activations,
     BudgetIn,
     Gate,
-    Granularity,
     Precision,
     QuantizeConfig,
     Rest,
 )
 from specfit.quantization.cotune import cotune
 from specfit.quantization.divergence import ModelDivergence
-from specfit.quantization.fidelity import GATES, broken_limits
+from specfit.quantization.fidelity import GATES, broken_limits, other_than_measured
 from specfit.quantization.loading import load_quantized
 from specfit.quantization.measured import Text
 from specfit.quantization.plan import QuantizationPlan
+from specfit.quantization.problem import JsonlJournal, divergence_of, text_settings
 from specfit.quantization.reading import scheme_of
 from specfit.quantization.rollouts import first_differences
 from specfit.quantization.selection import Budget, Selection, select
-from specfit.quantization.switch import UnitSwitch
-from specfit.quantization.texts import Answered, TextSettings, passages, read_texts
+from specfit.quantization.texts import Answered, texts_of
 from specfit.quantization.units import Unit
 from specfit.report import quantization
 from specfit.targets.info import read_info_file
@@ -57,64 +54,31 @@ class QuantizeJob:
     config: QuantizeConfig
     profile: ProfileConfig
     seed: int
-    prompts: Artifact
+    sensitivity: Artifact
     source: Path  # the checkpoint's folder
     target: Target  # the same, loaded
-
-
-class _Journal:
-    """What was measured, a line each; see `Journal`."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        rows = read_jsonl(path, tolerate_truncated_tail=True) if path.exists() else []
-        self._known: dict[str, list[float]] = dict(rows)
-
-    def get(self, key: str) -> list[float] | None:
-        return self._known.get(key)
-
-    def put(self, key: str, values: list[float]) -> None:
-        self._known[key] = values
-        append_jsonl(self.path, [(key, values)])
 
 
 def run(job: QuantizeJob) -> None:
     """Writes model/ (a compressed-tensors checkpoint), recipe.json, fidelity.json and a page.
 
-    What an earlier, killed run in the folder has answered, measured or written is used.
+    What an earlier, killed run in the folder has measured or written is used.
 
     Raises:
-        ValueError: the target is quantized already, or its units, the text or the disk do not
-            allow what is asked for.
+        ValueError: the checkpoint's matrices cannot be quantized.
+        DiskFull: less is free than the checkpoint takes.
     """
-    scheme = scheme_of(job.source)
-    if scheme is not None:
-        raise ValueError(
-            f"quantize.budget must be null for a target that is quantized already, got {scheme}; "
-            "specfit fits to it as it is"
-        )
     config, target = job.config, job.target
-    settings = _settings(job)
-    conversations = [
-        row
-        for row in read_jsonl(job.prompts.file("conversations.jsonl"))
-        if row["split"] == "train"
-    ]
-    texts = read_texts(job.folder / "texts.jsonl", conversations, target, settings)
-    amax = _amax(job, texts, settings)
-    switch = UnitSwitch(target, rule=config.rule, input_scales=input_scales(amax))
-    divergence = ModelDivergence(
-        target,
-        switch,
-        {text: passages(answered, settings) for text, answered in texts.items()},
-        groups=_groups(switch.units, config.granularity),
-        batch_size=config.batch_size,
-    )
+    settings = text_settings(config, job.profile, job.seed)
+    texts = texts_of(job.sensitivity.file("texts.jsonl"))
+    amax = json.loads(job.sensitivity.file("sensitivity.json").read_text())["input_amax"]
+    divergence = divergence_of(target, config, settings, texts, amax)
     selection = _select(job, divergence)
     chosen = torch.zeros(len(divergence.groups), dtype=torch.bool)
     chosen[list(selection.chosen)] = True
     factors = _factors(job, divergence, chosen)
-    plan = _plan(config, switch.units, divergence.units(chosen), amax, factors)
+    units = divergence.switch.units
+    plan = _plan(config, units, divergence.units(chosen), amax, factors)
     _write(job, plan)
     quantized = Target(
         load_quantized(job.folder / MODEL, target.model.dtype).to(target.device),
@@ -123,7 +87,7 @@ def run(job: QuantizeJob) -> None:
     )
     write_json(job.folder / "info.json", quantized.info.to_json())
     recipe = _recipe(divergence, selection, chosen, plan)
-    fidelity = _fidelity(job, divergence, quantized, texts, settings)
+    fidelity = _fidelity(job, divergence, chosen, quantized, texts)
     write_json(job.folder / "recipe.json", recipe)
     quantization.write_page(job.folder, target.info.name, recipe, fidelity)
     write_json(job.folder / FIDELITY, fidelity)
@@ -155,34 +119,6 @@ def open_quantized(artifact: Artifact, device: torch.device) -> Target:
     return Target(model.to(device), AutoTokenizer.from_pretrained(folder), info)
 
 
-def _settings(job: QuantizeJob) -> TextSettings:
-    components = job.profile.components
-    return TextSettings(
-        weights={c.name: c.weight for c in components},
-        temperatures={c.name: c.temperature for c in components},
-        num_passages=job.config.num_passages,
-        num_context=job.config.context_tokens,
-        num_counted=job.config.counted_tokens,
-        seed=job.seed,
-    )
-
-
-def _groups(units: list[Unit], granularity: Granularity) -> list[list[Unit]]:
-    if granularity is Granularity.fused:
-        return [[unit] for unit in units]
-    layers = sorted({unit.layer for unit in units})
-    return [[unit for unit in units if unit.layer == layer] for layer in layers]
-
-
-def _amax(
-    job: QuantizeJob, texts: dict[Text, list[Answered]], settings: TextSettings
-) -> dict[str, float] | None:
-    if job.config.activations is Activations.none:
-        return None
-    text = passages(texts[Text.calibration], settings)
-    return input_amax(job.target, text.split(job.config.batch_size))
-
-
 def _select(job: QuantizeJob, divergence: ModelDivergence) -> Selection:
     config = job.config
     max_kl = config.budget if config.budget_in is BudgetIn.kl_nats else None
@@ -193,7 +129,9 @@ def _select(job: QuantizeJob, divergence: ModelDivergence) -> Selection:
         num_sets=config.sets_per_unit * len(divergence.groups),
         num_random=config.num_random,
         seed=job.seed,
-        journal=_Journal(job.folder / "measured.jsonl"),
+        journal=JsonlJournal(
+            job.folder / "measured.jsonl", known=job.sensitivity.file("measured.jsonl")
+        ),
     )
 
 
@@ -206,7 +144,7 @@ def _factors(
     if not path.exists():
         write_json(path, cotune(divergence, chosen))
     factors: dict[str, float] = json.loads(path.read_text())
-    divergence.switch.rescale(factors)
+    divergence.rescale(factors)
     return factors
 
 
@@ -265,9 +203,9 @@ def _recipe(
 def _fidelity(
     job: QuantizeJob,
     divergence: ModelDivergence,
+    chosen: Bool[Tensor, "units"],
     quantized: Target,
     texts: dict[Text, list[Answered]],
-    settings: TextSettings,
 ) -> dict[str, Any]:
     """Figures of the checkpoint as it was written, read back, on each text."""
     rows = []
@@ -275,6 +213,11 @@ def _fidelity(
         figures = divergence.tokens_of(quantized, text)
         rows.append({"text": text.name} | figures.row(job.seed))
     report = rows[-1]
+    # FP8 is not made in memory: there is nothing to hold it against.
+    wrong = []
+    if job.config.rest is Rest.none:
+        measured = float(divergence.kl(chosen, Text.selection).mean())
+        wrong = other_than_measured(measured, rows[list(Text).index(Text.selection)])
     floor = divergence.tokens_of(divergence.target, Text.report, one_by_one=True).row(job.seed)
     log.info(
         "quantize: KL %.4f nats [%.4f, %.4f], same top token %.3f, perplexity %+.2f %%, %d tokens",
@@ -285,6 +228,8 @@ def _fidelity(
         "rows": rows,
         # The target as it is against itself, in batches of another shape.
         "noise_floor": floor,
-        "rollouts": first_differences(quantized, texts[Text.report], settings),
-        "broken_limits": {gate: broken_limits(gate, report) for gate in GATES},
+        "rollouts": first_differences(
+            quantized, texts[Text.report], text_settings(job.config, job.profile, job.seed)
+        ),
+        "broken_limits": {gate: wrong + broken_limits(gate, report) for gate in GATES},
     }

@@ -117,13 +117,14 @@ class Target:
         entering: Float[Tensor, "batch seq hidden"],
         input_ids: Int[Tensor, "batch seq"],
         valid: Bool[Tensor, "batch seq"],
-    ) -> Float[Tensor, "batch seq hidden"]:
-        """The state before the final norm, of a pass that starts with `entering` at `layer`.
+    ) -> list[Float[Tensor, "batch seq hidden"]]:
+        """The residual stream of a pass that starts with `entering` at `layer`.
 
-        Gradients flow, where something asks for them.
+        What enters that layer and each after it, then the state before the final norm. Gradients
+        flow, where something asks for them.
         """
         if layer == self.info.num_layers:
-            return entering
+            return [entering]
 
         def enter(
             _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -135,15 +136,15 @@ class Target:
         skipped = [self.layers[i] for i in range(layer)]
         for module in skipped:
             module.forward = _unchanged
+        after = list(range(layer + 1, self.info.num_layers + 1))
         try:
-            with self.captured([]) as found:
+            with self.captured(after) as found:
                 self._run(input_ids, valid)
         finally:
             handle.remove()
             for module in skipped:
                 del module.forward  # the class's own is back
-        assert found.last is not None
-        return found.last
+        return [entering, *(found.aux[i] for i in after)]
 
     def _run(self, input_ids: Int[Tensor, "batch seq"], valid: Bool[Tensor, "batch seq"]) -> None:
         positions = (valid.cumsum(-1) - 1).clamp(min=0)

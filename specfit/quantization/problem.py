@@ -1,0 +1,72 @@
+"""What a selection works on: a target whose units can be switched, texts, and what was measured."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from specfit.config import ProfileConfig
+from specfit.files import append_jsonl, read_jsonl
+from specfit.quantization.activations import input_scales
+from specfit.quantization.config import Granularity, QuantizeConfig
+from specfit.quantization.divergence import ModelDivergence
+from specfit.quantization.measured import Text
+from specfit.quantization.switch import UnitSwitch
+from specfit.quantization.texts import Answered, TextSettings, passages
+from specfit.quantization.units import Unit
+from specfit.targets.target import Target
+
+
+def text_settings(config: QuantizeConfig, profile: ProfileConfig, seed: int) -> TextSettings:
+    """How much text, and of what."""
+    return TextSettings(
+        weights={c.name: c.weight for c in profile.components},
+        temperatures={c.name: c.temperature for c in profile.components},
+        num_passages=config.num_passages,
+        num_context=config.context_tokens,
+        num_counted=config.counted_tokens,
+        seed=seed,
+    )
+
+
+def divergence_of(
+    target: Target,
+    config: QuantizeConfig,
+    settings: TextSettings,
+    texts: Mapping[Text, Sequence[Answered]],
+    amax: Mapping[str, float] | None,
+) -> ModelDivergence:
+    """The target's own, on some texts; `amax` is of its inputs, for W4A4."""
+    switch = UnitSwitch(target, rule=config.rule, input_scales=input_scales(amax))
+    return ModelDivergence(
+        target,
+        switch,
+        {text: passages(answered, settings) for text, answered in texts.items()},
+        groups=_groups(switch.units, config.granularity),
+        batch_size=config.batch_size,
+    )
+
+
+def _groups(units: Sequence[Unit], granularity: Granularity) -> list[list[Unit]]:
+    if granularity is Granularity.fused:
+        return [[unit] for unit in units]
+    layers = sorted({unit.layer for unit in units})
+    return [[unit for unit in units if unit.layer == layer] for layer in layers]
+
+
+class JsonlJournal:
+    """What was measured, a line each; see `Journal`."""
+
+    def __init__(self, path: Path, known: Path | None = None) -> None:
+        """Keeps what is new in `path`; `known` is a finished one, only read."""
+        self.path = path
+        self._known: dict[str, list[float]] = dict(read_jsonl(known)) if known else {}
+        if path.exists():
+            self._known |= dict(read_jsonl(path, tolerate_truncated_tail=True))
+
+    def get(self, key: str) -> list[float] | None:
+        """See `Journal.get`."""
+        return self._known.get(key)
+
+    def put(self, key: str, values: list[float]) -> None:
+        """See `Journal.put`."""
+        self._known[key] = values
+        append_jsonl(self.path, [(key, values)])

@@ -1,0 +1,72 @@
+"""`sensitivity`: the text that quantizing is measured on, and what each unit alone costs there.
+
+Nothing here depends on a budget, so a sweep over budgets and selectors makes it once.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from specfit.artifacts import Artifact
+from specfit.config import ProfileConfig
+from specfit.files import read_jsonl, write_json
+from specfit.quantization.activations import input_amax
+from specfit.quantization.config import Activations, QuantizeConfig
+from specfit.quantization.measured import Text
+from specfit.quantization.problem import JsonlJournal, divergence_of, text_settings
+from specfit.quantization.reading import scheme_of
+from specfit.quantization.selection import measure_alone
+from specfit.quantization.texts import passages, read_texts, write_texts
+from specfit.targets.target import Target
+
+VERSION = 1
+FIGURES = "sensitivity.json"  # written last
+
+
+@dataclass(frozen=True)
+class SensitivityJob:
+    """What the stage works on."""
+
+    folder: Path
+    config: QuantizeConfig
+    profile: ProfileConfig
+    seed: int
+    prompts: Artifact
+    source: Path  # the checkpoint's folder
+    target: Target  # the same, loaded
+
+
+def run(job: SensitivityJob) -> None:
+    """Writes texts.jsonl, measured.jsonl and sensitivity.json.
+
+    What an earlier, killed run in the folder has answered or measured is used.
+
+    Raises:
+        ValueError: the target is quantized already, has no unit, or its answers are too short.
+    """
+    scheme = scheme_of(job.source)
+    if scheme is not None:
+        raise ValueError(
+            f"quantize.budget must be null for a target that is quantized already, got {scheme}; "
+            "specfit fits to it as it is"
+        )
+    settings = text_settings(job.config, job.profile, job.seed)
+    rows = read_jsonl(job.prompts.file("conversations.jsonl"))
+    conversations = [row for row in rows if row["split"] == "train"]
+    answers = job.folder / "answers.jsonl"
+    texts = read_texts(answers, conversations, job.target, settings)
+    calibration = {Text.calibration: texts[Text.calibration]}
+    amax = None
+    if job.config.activations is not Activations.none:
+        text = passages(calibration[Text.calibration], settings)
+        amax = input_amax(job.target, text.split(job.config.batch_size))
+    divergence = divergence_of(job.target, job.config, settings, calibration, amax)
+    alone = measure_alone(divergence, JsonlJournal(job.folder / "measured.jsonl"))
+    write_texts(job.folder / "texts.jsonl", texts)
+    figures = {
+        "input_amax": amax,
+        "units": [" ".join(str(unit) for unit in group) for group in divergence.groups],
+        "num_weights": [int(cost) for cost in divergence.costs.tolist()],
+        "isolated_kl_nats": alone,
+    }
+    write_json(job.folder / FIGURES, figures)
+    answers.unlink(missing_ok=True)
