@@ -34,10 +34,10 @@ SMALL = [
 FIGURES = ("kl_mean_nats", "kl_p99_nats", "top1_agreement", "perplexity_change")
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
-def words(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    target = tiny_targets.write_target(folder / "target", request.param)
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quantize")
+    target = tiny_targets.write_target(folder / "target", "llama")
     data = tiny_targets.write_conversations(folder / "data.jsonl", 60)
     return tiny_runs.overrides(folder / "root", target, data, *SMALL)
 
