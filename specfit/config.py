@@ -159,9 +159,9 @@ class ExtractConfig:
     dtype: StateDtype = StateDtype.bf16
     max_tokens: int = 4096  # a conversation is cut after this many
     shard_tokens: int = 16384  # tokens a file
-    batch_size: int = 1  # conversations a forward pass; 1 makes store and online bit-equal
+    batch_size: int = 1  # conversations a forward pass
     # Keep the states that generating computes, which are those of a pass of its own to rounding:
-    # that pass is saved. Not hashed.
+    # that pass is saved. Not hashed. With false and batch_size=1, store and online are bit-equal.
     while_generating: bool = True
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ import torch
 from tiny_architectures import random_tokens, tiny
 
 from specfit.quantization import cotune as cotuning
-from specfit.quantization.cotune import cotune
+from specfit.quantization.cotune import check_cotune, cotune
 from specfit.quantization.divergence import ModelDivergence, Passages
 from specfit.quantization.measured import Text
 from specfit.quantization.switch import UnitSwitch
@@ -18,10 +18,10 @@ from specfit_kernels.rules import ScaleRule
 UNITS = [Unit(1, "gate_up"), Unit(3, "qkv"), Unit(4, "down")]
 
 
-def measuring(architecture="llama"):
+def measuring(architecture="llama", input_scales=None):
     shared = tiny(architecture)
     target = Target(deepcopy(shared.model), shared.tokenizer, shared.info)
-    switch = UnitSwitch(target, rule=ScaleRule.search)
+    switch = UnitSwitch(target, rule=ScaleRule.search, input_scales=input_scales)
 
     def passages(seed):
         conversations = [
@@ -105,8 +105,21 @@ def test_what_does_not_lower_the_divergence_is_not_kept(monkeypatch):
 
 def test_experts_in_one_parameter_are_refused():
     divergence, _ = measuring("qwen3_moe")
-    chosen = torch.tensor([unit.name == "experts" for unit in divergence.switch.units])
+    check_cotune(measuring()[0].switch)
     with pytest.raises(
         ValueError, match=r"quantize\.cotune must be false for .*experts\.down_proj"
     ):
-        cotune(divergence, chosen)
+        check_cotune(divergence.switch)
+
+
+def test_every_factor_has_a_gradient_where_activations_are_quantized():
+    shared = tiny("llama")
+    names = [n for n, m in shared.model.named_modules() if isinstance(m, torch.nn.Linear)]
+    scales = dict.fromkeys(names, torch.tensor(300.0))
+    divergence, _ = measuring(input_scales=scales)
+    units = [Unit(5, name) for name in ("qkv", "o", "gate_up", "down")]
+    groups = divergence.switch.groups(units)
+    factors = torch.zeros(len(groups), requires_grad=True)
+    with cotuning._scaled(divergence.target.model, groups, factors):
+        divergence.loss(units, Text.calibration, 0).backward()
+    assert factors.grad.abs().min() > 0

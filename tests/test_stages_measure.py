@@ -235,3 +235,14 @@ def test_heads_that_are_none_are_refused(words, setting, message):
     prompts = tiny_runs.run(words, "stage=prompts").path
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         tiny_runs.run(words, f"+measure.speculators.{setting.replace('PROMPTS', str(prompts))}")
+
+
+def test_a_head_of_another_target_is_refused(words, tmp_path):
+    config = tiny_targets.CONFIGS["llama"]
+    wider = type(config)(**(tiny_targets.SIZES | {"hidden_size": 48, "tie_word_embeddings": True}))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(wider).save_pretrained(tmp_path / "wider")
+    tiny_targets.write_tokenizer(tmp_path / "wider")
+    other = tiny_runs.run(words, "stage=train", f"target.path={tmp_path / 'wider'}")
+    with pytest.raises(ValueError, match=r"speculators\.other must be of .* 32 channels .* got 48"):
+        tiny_runs.run(words, f"+measure.speculators.other={other.path}")

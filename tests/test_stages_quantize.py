@@ -1,6 +1,7 @@
 """The target is quantized within its budget, measured as it was written, and judged by a gate."""
 
 import json
+import shutil
 
 import pytest
 import tiny_runs
@@ -12,6 +13,7 @@ from specfit.checks import GateRejected
 from specfit.quantization import fidelity, problem
 from specfit.quantization.measured import Text
 from specfit.quantization.reading import read_quantized
+from specfit.quantization.switch import UnitSwitch
 from specfit.quantization.units import unit_of
 from specfit.stages import quantize
 from specfit.targets.load import load
@@ -302,3 +304,47 @@ def test_a_checkpoint_with_a_fault_passes_no_gate(words, tmp_path, monkeypatch, 
     there = [*words, f"runtime.root={tmp_path}"]
     with pytest.raises(GateRejected, match="as measured before it was written"):
         tiny_runs.run(there, "quantize.gate=production")
+
+
+def test_a_ceiling_that_no_unit_keeps_says_what_the_best_one_costs(words):
+    with pytest.raises(
+        ValueError, match=r"quantize\.budget must be a KL that some unit keeps, got"
+    ):
+        tiny_runs.run(words, "quantize.budget_in=kl_nats", "quantize.budget=1e-9")
+
+
+def test_a_ceiling_counts_what_the_rest_loses_in_fp8(words):
+    asked = ["quantize.budget_in=kl_nats", "quantize.budget=1e-9", "quantize.rest=fp8"]
+    with pytest.raises(GateRejected, match=r"must be at most quantize\.budget, 1e-09, got"):
+        tiny_runs.run(words, *asked, "quantize.gate=production")
+
+
+def test_a_target_with_code_of_its_own_is_refused(words, tmp_path):
+    path = next(w.partition("=")[2] for w in words if w.startswith("target.path="))
+    shutil.copytree(path, tmp_path / "target")
+    config = json.loads((tmp_path / "target" / "config.json").read_text())
+    config["auto_map"] = {}
+    (tmp_path / "target" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"must be null for a target with code of its own"):
+        tiny_runs.run(words, f"target.path={tmp_path / 'target'}")
+
+
+def test_a_width_that_nvfp4_cannot_hold_is_refused_before_anything_is_answered(words, tmp_path):
+    target = tiny_targets.write_target(tmp_path / "target", "qwen3_moe")  # experts 24 wide
+    there = [*words, f"target.path={target}", f"runtime.root={tmp_path / 'root'}"]
+    with pytest.raises(ValueError, match=r"must have a multiple of 16 columns"):
+        tiny_runs.run(there)
+    assert not list((tmp_path / "root").glob("sensitivity/*/answers.jsonl"))
+
+
+def test_the_target_is_left_as_it_came(words, monkeypatch):
+    left = []
+    close = UnitSwitch.close
+
+    def closed(switch):
+        close(switch)
+        left.append((switch._plain, switch._quantized, switch._chosen))
+
+    monkeypatch.setattr(UnitSwitch, "close", closed)
+    tiny_runs.run(words, "quantize.activations=nvfp4", "seed=5")
+    assert left == [({}, {}, frozenset())] * 2

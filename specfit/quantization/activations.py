@@ -6,22 +6,23 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float32
+from jaxtyping import Bool, Float32
 from torch import Tensor, nn
 
 from specfit.quantization.divergence import Passages
 from specfit.quantization.units import units_of
 from specfit.targets.target import Target
-
-RANGE_END = 2688.0  # 448 * 6: what the largest input becomes
+from specfit_kernels.nvfp4 import shared_global_scale
+from specfit_kernels.rules import ScaleRule
 
 
 def input_amax(target: Target, batches: Sequence[Passages]) -> dict[str, float]:
     """By the name of each linear module of a unit, the largest size in its input."""
     found: dict[str, float] = {}
-    with _watched(target.model, found):
-        for batch in batches:
-            target.states(batch.input_ids.to(target.device), batch.valid.to(target.device), [])
+    for batch in batches:
+        valid = batch.valid.to(target.device)
+        with _watched(target.model, found, valid):
+            target.states(batch.input_ids.to(target.device), valid, [])
     return found
 
 
@@ -29,15 +30,20 @@ def input_scales(amax: Mapping[str, float] | None) -> dict[str, Float32[Tensor, 
     """The global scales of inputs, which divide."""
     if amax is None:
         return None
-    return {name: torch.tensor(RANGE_END) / torch.tensor(value) for name, value in amax.items()}
+    return {
+        name: shared_global_scale([torch.tensor([[value]])], ScaleRule.amax)
+        for name, value in amax.items()
+    }
 
 
 @contextmanager
-def _watched(model: nn.Module, found: dict[str, float]) -> Iterator[None]:
+def _watched(
+    model: nn.Module, found: dict[str, float], valid: Bool[Tensor, "batch seq"]
+) -> Iterator[None]:
     tensors = units_of(name for name, _ in model.named_parameters())
     names = {tensor.removesuffix(".weight") for unit in tensors.values() for tensor in unit}
     handles = [
-        module.register_forward_pre_hook(partial(_note, found, name))
+        module.register_forward_pre_hook(partial(_note, found, name, valid))
         for name, module in model.named_modules()
         if name in names
     ]
@@ -48,5 +54,14 @@ def _watched(model: nn.Module, found: dict[str, float]) -> Iterator[None]:
             handle.remove()
 
 
-def _note(found: dict[str, float], name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
-    found[name] = max(found.get(name, 0.0), float(args[0].abs().max()))
+def _note(
+    found: dict[str, float],
+    name: str,
+    valid: Bool[Tensor, "batch seq"],
+    _module: nn.Module,
+    args: tuple[Any, ...],
+) -> None:
+    x: Tensor = args[0]  # batch seq channels; what is padded no engine sees
+    if x.shape[:2] == valid.shape:
+        x = x[valid]
+    found[name] = max(found.get(name, 0.0), float(x.abs().max()))

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from specfit.quantization.divergence import ModelDivergence
 from specfit.quantization.measured import Text
+from specfit.quantization.switch import UnitSwitch
 
 LR = 2e-3  # of the logarithms of the factors
 EPOCHS = 8
@@ -24,12 +25,20 @@ EPOCHS = 8
 log = logging.getLogger(__name__)
 
 
-def cotune(divergence: ModelDivergence, chosen: Bool[Tensor, "units"]) -> dict[str, float]:
-    """Factors by tensor name, for `rescale`; empty when none lower the divergence.
+def check_cotune(switch: UnitSwitch) -> None:
+    """Refuses a target whose factors could not be learned, before anything is measured.
 
     Raises:
         ValueError: a unit is of experts that are one parameter.
     """
+    for group in switch.groups(switch.units):
+        for name in group:
+            if not name.endswith(".weight"):
+                raise ValueError(f"quantize.cotune must be false for {name}: it is no linear layer")
+
+
+def cotune(divergence: ModelDivergence, chosen: Bool[Tensor, "units"]) -> dict[str, float]:
+    """Factors by tensor name, for `rescale`; empty when none lower the divergence."""
     switch = divergence.switch
     units = divergence.units(chosen)
     groups = switch.groups(units)
@@ -66,8 +75,6 @@ def _scaled(
     handles = []
     for i, group in enumerate(groups):
         for name in group:
-            if not name.endswith(".weight"):
-                raise ValueError(f"quantize.cotune must be false for {name}: it is no linear layer")
             module = model.get_submodule(name.removesuffix(".weight"))
             handles.append(module.register_forward_hook(partial(_scale, log_factors, i)))
     try:

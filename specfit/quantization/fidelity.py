@@ -135,6 +135,14 @@ def other_than_measured(kl_nats: float, row: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def beyond_budget(kl_nats: float, row: Mapping[str, Any]) -> list[str]:
+    """Whether a checkpoint costs more than its budget of KL on the text that it was chosen on."""
+    if row["kl_mean_nats"] <= kl_nats * (1 + 1e-3):
+        return []
+    found = row["kl_mean_nats"]
+    return [f"kl_mean_nats must be at most quantize.budget, {kl_nats:g}, got {found:.4g}"]
+
+
 def broken_limits(gate: str, row: Mapping[str, Any]) -> list[str]:
     """Of the gate `strict` or `production`, on text that nothing was chosen by; empty: passed."""
     return [words for limit in GATES[gate] if (words := limit.broken_by(row)) is not None]

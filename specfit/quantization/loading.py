@@ -4,8 +4,8 @@ transformers 5.24 does not do it: it refuses ModelOpt's; of compressed-tensors' 
 whatever type was asked for, and experts in NVFP4 without their global scales, silently wrong.
 """
 
+import json
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,23 @@ from specfit_kernels.nvfp4 import FP4Tensor, fake_quantize_activations
 # In lower case, how schemes begin.
 _READ_HERE = (
     "compressed-tensors:nvfp4-pack-quantized",
-    "compressed-tensors:mixed-precision",
     "modelopt:nvfp4",
     "modelopt:fp8",
 )
+_MIXED = ("nvfp4-pack-quantized", "float-quantized", "naive-quantized")
+_INPUT_SCALE = "nvfp4_input_global_scale"
 
 log = logging.getLogger(__name__)
 
 
 def is_read_here(folder: Path) -> bool:
     """Whether a checkpoint is for `load_quantized`, rather than for transformers."""
-    return (scheme_of(folder) or "").lower().startswith(_READ_HERE)
+    scheme = (scheme_of(folder) or "").lower()
+    if scheme.startswith("compressed-tensors:mixed-precision"):
+        config = json.loads((folder / "config.json").read_text())
+        groups = config["quantization_config"]["config_groups"].values()
+        return all(group.get("format") in _MIXED for group in groups)
+    return scheme.startswith(_READ_HERE)
 
 
 def load_quantized(folder: Path, dtype: torch.dtype | str) -> Any:
@@ -87,7 +93,9 @@ def _quantize_inputs(model: nn.Module, global_scales: dict[str, Float32[Tensor, 
     left_out = sorted(set(global_scales) - set(modules))
     for name, scale in global_scales.items():
         if name in modules:
-            modules[name].register_forward_pre_hook(partial(_quantized_input, scale))
+            # A buffer goes where the model goes.
+            modules[name].register_buffer(_INPUT_SCALE, scale, persistent=False)
+            modules[name].register_forward_pre_hook(_quantized_input)
     if left_out:
         log.warning(
             "quantize: inputs of %d matrices stay as they are, such as %s",
@@ -95,7 +103,5 @@ def _quantize_inputs(model: nn.Module, global_scales: dict[str, Float32[Tensor, 
         )
 
 
-def _quantized_input(
-    scale: Float32[Tensor, ""], _module: nn.Module, args: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    return fake_quantize_activations(args[0], scale), *args[1:]
+def _quantized_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return fake_quantize_activations(args[0], module.get_buffer(_INPUT_SCALE)), *args[1:]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from jaxtyping import Float32
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from specfit.quantization.units import Unit, fused, units_of
 from specfit.targets.target import Target
@@ -48,6 +49,7 @@ class UnitSwitch:
         self._quantized: dict[Unit, list[Tensor]] = {}
         self._factors: dict[str, float] = {}
         self._chosen: frozenset[Unit] = frozenset()
+        self._handles: list[RemovableHandle] = []
         if input_scales is not None:
             self._hook_inputs(target.model, input_scales)
 
@@ -71,6 +73,14 @@ class UnitSwitch:
                 self._quantized[unit] = self._quantize(unit)
             self._set(unit, self._quantized[unit])
         self._chosen = new
+
+    def close(self) -> None:
+        """Leaves the target as it came, and lets go of what was quantized."""
+        self.choose([])
+        for handle in self._handles:
+            handle.remove()
+        self._plain.clear()
+        self._quantized.clear()
 
     def groups(self, units: Collection[Unit]) -> list[list[str]]:
         """The tensors of `units` that share a global scale, group by group."""
@@ -120,13 +130,17 @@ class UnitSwitch:
                         f"quantize.activations must be none for {name}: its inputs are not those "
                         "of a linear layer"
                     )
-                model.get_submodule(module).register_forward_pre_hook(
-                    partial(self._quantize_input, unit, input_scales[module])
-                )
+                hook = partial(self._quantize_input, unit, input_scales[module])
+                handle = model.get_submodule(module).register_forward_pre_hook(hook)
+                self._handles.append(handle)
 
     def _quantize_input(
         self, unit: Unit, scale: Tensor, _module: nn.Module, args: tuple[Any, ...]
     ) -> tuple[Any, ...] | None:
         if unit not in self._chosen:
             return None
-        return (fake_quantize_activations(args[0], scale), *args[1:])
+        x: Tensor = args[0]
+        quantized = fake_quantize_activations(x, scale)
+        if torch.is_grad_enabled():
+            quantized = x + (quantized - x).detach()  # a gradient passes as if nothing had happened
+        return (quantized, *args[1:])

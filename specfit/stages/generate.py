@@ -78,8 +78,9 @@ def _answer(
         return own if config.temperature is None else config.temperature
 
     requests = [Request(row["id"], row["prompt_ids"], temperature(row)) for row in by_id.values()]
-    if recorder:
-        recorder.require_room(len(r.prompt) + config.max_new_tokens for r in requests)
+    most = [len(r.prompt) + config.max_new_tokens for r in requests]
+    if recorder and not recorder.has_room(most):
+        recorder = None
     started = perf_counter()
     num_tokens = num_prompt_tokens = 0
     for found in answer_plainly(

@@ -61,6 +61,14 @@ class _Bench:
             name: load_head(s.file("config.json"), s.file("model.safetensors"), target.device)
             for name, s in speculators.items()
         }
+        for name, (head, _) in self.heads.items():
+            sizes = (head.config.hidden_size, head.config.vocab_size)
+            own = (target.info.hidden_size, target.info.vocab_size)
+            if sizes != own:
+                raise ValueError(
+                    f"measure.speculators.{name} must be of a target with {own[0]} channels and "
+                    f"{own[1]} tokens, got {sizes[0]} and {sizes[1]}"
+                )
         longest = max(len(row["prompt_ids"]) for row in conversations)
         # Where the target's context ends answers, it ends those of all ways at the same token.
         self.max_tokens = min(

@@ -24,9 +24,10 @@ from specfit.quantization.config import (
     QuantizeConfig,
     Rest,
 )
-from specfit.quantization.cotune import cotune
+from specfit.quantization.cotune import check_cotune, cotune
 from specfit.quantization.divergence import ModelDivergence
-from specfit.quantization.fidelity import GATES, broken_limits, other_than_measured
+from specfit.quantization.fidelity import GATES, beyond_budget, broken_limits, other_than_measured
+from specfit.quantization.in_context import NUM_FOLDS
 from specfit.quantization.loading import load_quantized
 from specfit.quantization.measured import Text
 from specfit.quantization.plan import QuantizationPlan
@@ -38,6 +39,7 @@ from specfit.quantization.texts import Answered, texts_of
 from specfit.quantization.units import Unit
 from specfit.report import quantization
 from specfit.targets.info import read_info_file
+from specfit.targets.load import prepare
 from specfit.targets.target import Target
 
 VERSION = 1
@@ -73,7 +75,14 @@ def run(job: QuantizeJob) -> None:
     texts = texts_of(job.sensitivity.file("texts.jsonl"))
     amax = json.loads(job.sensitivity.file("sensitivity.json").read_text())["input_amax"]
     divergence = divergence_of(target, config, settings, texts, amax)
+    if config.cotune:
+        check_cotune(divergence.switch)
     selection = _select(job, divergence)
+    if not selection.chosen and config.rest is Rest.none:
+        raise ValueError(
+            f"quantize.budget must be a KL that some unit keeps, got {config.budget:g} nats; alone "
+            f"on the calibration text the best one costs {min(selection.isolated_kl_nats):.2g}"
+        )
     chosen = torch.zeros(len(divergence.groups), dtype=torch.bool)
     chosen[list(selection.chosen)] = True
     factors = _factors(job, divergence, chosen)
@@ -91,6 +100,7 @@ def run(job: QuantizeJob) -> None:
     write_json(job.folder / "recipe.json", recipe)
     quantization.write_page(job.folder, target.info.name, recipe, fidelity)
     write_json(job.folder / FIDELITY, fidelity)
+    divergence.switch.close()
 
 
 def check_gate(artifact: Artifact, gate: Gate) -> None:
@@ -104,8 +114,8 @@ def check_gate(artifact: Artifact, gate: Gate) -> None:
     broken = json.loads(artifact.file(FIDELITY).read_text())["broken_limits"][gate.name]
     if broken:
         raise GateRejected(
-            f"quantize.gate={gate.name} rejects {artifact.path}: {'; '.join(broken)}; lower "
-            "quantize.budget, or set quantize.gate=report to go on with it"
+            f"quantize.gate={gate.name} rejects {artifact.path}: {'; '.join(broken)}; quantize "
+            "less, or set quantize.gate=report to go on with it"
         )
 
 
@@ -115,6 +125,7 @@ def open_quantized(artifact: Artifact, device: torch.device) -> Target:
 
     info = read_info_file(artifact.file("info.json"))
     folder = artifact.folder() / MODEL
+    prepare(device)
     model = load_quantized(folder, getattr(torch, info.dtype)).requires_grad_(False)
     return Target(model.to(device), AutoTokenizer.from_pretrained(folder), info)
 
@@ -126,7 +137,7 @@ def _select(job: QuantizeJob, divergence: ModelDivergence) -> Selection:
         divergence,
         Budget(min_share=config.min_share, max_kl_nats=max_kl),
         config.selector,
-        num_sets=config.sets_per_unit * len(divergence.groups),
+        num_sets=max(NUM_FOLDS, config.sets_per_unit * len(divergence.groups)),
         num_random=config.num_random,
         seed=job.seed,
         journal=JsonlJournal(
@@ -213,11 +224,14 @@ def _fidelity(
         figures = divergence.tokens_of(quantized, text)
         rows.append({"text": text.name} | figures.row(job.seed))
     report = rows[-1]
-    # FP8 is not made in memory: there is nothing to hold it against.
-    wrong = []
+    selection = rows[list(Text).index(Text.selection)]
+    # FP8 is not made in memory: there is nothing to hold it against, and a ceiling may be broken.
+    wrong: list[str] = []
     if job.config.rest is Rest.none:
         measured = float(divergence.kl(chosen, Text.selection).mean())
-        wrong = other_than_measured(measured, rows[list(Text).index(Text.selection)])
+        wrong = other_than_measured(measured, selection)
+    if job.config.budget_in is BudgetIn.kl_nats:
+        wrong += beyond_budget(job.config.budget or 0.0, selection)
     floor = divergence.tokens_of(divergence.target, Text.report, one_by_one=True).row(job.seed)
     log.info(
         "quantize: KL %.4f nats [%.4f, %.4f], same top token %.3f, perplexity %+.2f %%, %d tokens",

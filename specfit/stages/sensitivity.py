@@ -3,6 +3,7 @@
 Nothing here depends on a budget, so a sweep over budgets and selectors makes it once.
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,16 +11,20 @@ from specfit.artifacts import Artifact
 from specfit.config import ProfileConfig
 from specfit.files import read_jsonl, write_json
 from specfit.quantization.activations import input_amax
-from specfit.quantization.config import Activations, QuantizeConfig
+from specfit.quantization.checkpoint import quantized_size
+from specfit.quantization.config import Activations, Precision, QuantizeConfig
 from specfit.quantization.measured import Text
+from specfit.quantization.plan import QuantizationPlan
 from specfit.quantization.problem import JsonlJournal, divergence_of, text_settings
 from specfit.quantization.reading import scheme_of
 from specfit.quantization.selection import measure_alone
 from specfit.quantization.texts import passages, read_texts, write_texts
+from specfit.quantization.units import units_of
 from specfit.targets.target import Target
 
 VERSION = 1
 FIGURES = "sensitivity.json"  # written last
+ANSWERS = "answers.jsonl"  # the journal of texts.jsonl
 
 
 @dataclass(frozen=True)
@@ -41,18 +46,17 @@ def run(job: SensitivityJob) -> None:
     What an earlier, killed run in the folder has answered or measured is used.
 
     Raises:
-        ValueError: the target is quantized already, has no unit, or its answers are too short.
+        ValueError: the target is quantized already, has no unit or one that NVFP4 cannot hold, or
+            its answers are too short.
     """
-    scheme = scheme_of(job.source)
-    if scheme is not None:
-        raise ValueError(
-            f"quantize.budget must be null for a target that is quantized already, got {scheme}; "
-            "specfit fits to it as it is"
-        )
+    if (job.folder / FIGURES).exists():
+        (job.folder / ANSWERS).unlink(missing_ok=True)
+        return  # an earlier run was killed after its last line
+    _check(job)
     settings = text_settings(job.config, job.profile, job.seed)
     rows = read_jsonl(job.prompts.file("conversations.jsonl"))
     conversations = [row for row in rows if row["split"] == "train"]
-    answers = job.folder / "answers.jsonl"
+    answers = job.folder / ANSWERS
     texts = read_texts(answers, conversations, job.target, settings)
     calibration = {Text.calibration: texts[Text.calibration]}
     amax = None
@@ -68,5 +72,22 @@ def run(job: SensitivityJob) -> None:
         "num_weights": [int(cost) for cost in divergence.costs.tolist()],
         "isolated_kl_nats": alone,
     }
+    divergence.switch.close()
     write_json(job.folder / FIGURES, figures)
     answers.unlink(missing_ok=True)
+
+
+def _check(job: SensitivityJob) -> None:
+    """Refuses what could not be written in the end."""
+    scheme = scheme_of(job.source)
+    if scheme is not None:
+        raise ValueError(
+            f"quantize.budget must be null for a target that is quantized already, got {scheme}; "
+            "specfit fits to it as it is"
+        )
+    if "auto_map" in json.loads((job.source / "config.json").read_text()):
+        raise ValueError(
+            f"quantize.budget must be null for a target with code of its own, got {job.source}"
+        )
+    units = units_of(name for name, _ in job.target.model.named_parameters())
+    quantized_size(job.source, QuantizationPlan(dict.fromkeys(units, Precision.nvfp4)))

@@ -24,7 +24,7 @@ class OnlineStates:
         self.dtype = dtype
 
     def read(self, index: int) -> HiddenStates:
-        """The states of document `index`, the same numbers as a store of this dtype gives."""
+        """The states of document `index`: the numbers that `extract` would store in this dtype."""
         document = self.documents[index]
         (states, _), *_ = compute(self.target, [document], self.aux_layers, self.dtype)
         return states

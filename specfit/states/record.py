@@ -1,5 +1,6 @@
 """Keeps the hidden states that decoding computes anyway, so that no second pass is needed."""
 
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from specfit.config import ExtractConfig
-from specfit.files import require_free
+from specfit.files import DiskFull, require_free
 from specfit.states.codec import EncodedStates, bytes_per_token, encode, joined
 from specfit.states.compute import of_document
 from specfit.states.documents import Document, document_of
 from specfit.states.store import next_shard, write_shard
 from specfit.targets.target import HiddenStates, Target
 from specfit_serve.ngram import NoProposer
+
+log = logging.getLogger(__name__)
 
 
 class StateRecorder(NoProposer):
@@ -39,18 +42,20 @@ class StateRecorder(NoProposer):
         self._documents: list[Document] = []  # of the next shard
         self._states: list[tuple[HiddenStates, EncodedStates]] = []
 
-    def require_room(self, lengths: Iterable[int]) -> None:
-        """For conversations of up to `lengths` tokens.
+    def has_room(self, lengths: Iterable[int]) -> bool:
+        """Whether the disk holds the states of conversations of up to `lengths` tokens.
 
-        Raises:
-            DiskFull: the disk cannot hold their states.
+        Where it does not, `extract` asks again when the answers, which may be shorter, are known.
         """
         num_tokens = sum(min(length, self.config.max_tokens) for length in lengths)
         hidden_size = self.target.info.hidden_size
         size = bytes_per_token(len(self.layers), hidden_size, self.config.dtype)
-        require_free(
-            self.folder, num_tokens * size, f"the hidden states of up to {num_tokens} tokens"
-        )
+        try:
+            require_free(self.folder, num_tokens * size, f"hidden states of {num_tokens} tokens")
+        except DiskFull as error:
+            log.warning("generate: hidden states are not kept meanwhile: %s", error)
+            return False
+        return True
 
     def start(
         self,

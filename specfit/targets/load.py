@@ -55,7 +55,7 @@ def load(config: TargetConfig, location: Location, device: torch.device) -> Targ
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    _prepare(device)
+    prepare(device)
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     quantization = None
     if location.gguf_file:
@@ -67,7 +67,9 @@ def load(config: TargetConfig, location: Location, device: torch.device) -> Targ
         tokenizer = AutoTokenizer.from_pretrained(location.folder, **options)
         if location.gguf_file:
             options["quantization_config"] = _dequantize()
-        if not location.gguf_file and is_read_here(location.folder):
+        # Code that comes with a checkpoint is transformers' to run.
+        own = not location.gguf_file and not config.trust_remote_code
+        if own and is_read_here(location.folder):
             model = load_quantized(location.folder, dtype)
         else:
             model, notes = AutoModelForCausalLM.from_pretrained(
@@ -104,7 +106,7 @@ def load_converted(folder: Path, info: TargetInfo, device: torch.device) -> Targ
     """A target from the safetensors copy that `convert` wrote of a GGUF file."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    _prepare(device)
+    prepare(device)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, info.dtype))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return Target(model.to(device).eval().requires_grad_(False), tokenizer, info)
@@ -140,7 +142,8 @@ def check_gguf(path: Path) -> str:
     return f"gguf:{max(sizes, key=lambda name: sizes[name])}"
 
 
-def _prepare(device: torch.device) -> None:
+def prepare(device: torch.device) -> None:
+    """Sets transformers up, before a model is made for `device`."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
