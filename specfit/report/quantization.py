@@ -177,7 +177,7 @@ def _plot(folder: Path, recipe: Record) -> Image:
         axes[len(axes) // 2].set_ylabel("KL alone, nats a token")
         axes[-1].set_xlabel("layer")
         handles = [Patch(color=plots.BLUE, label="NVFP4"), Patch(color=plots.GREY, label="not")]
-        axes[0].legend(handles=handles, ncols=2, loc="upper right")
+        figure.legend(handles=handles, ncols=2, loc="outside upper right")
     plots.save(folder / "quantization.png", figure)
     return Image(
         "quantization.png",
