@@ -43,7 +43,7 @@ def append_jsonl(path: Path, rows: Iterable[object]) -> None:
 
     A last line that a kill cut short is dropped first, so that it does not spoil the next one.
     """
-    lines = "".join(dumps(row) + "\n" for row in rows)
+    lines = _lines(rows)
     with path.open("a+b") as file:
         if file.tell() > 0:
             file.seek(-1, os.SEEK_END)
@@ -52,6 +52,11 @@ def append_jsonl(path: Path, rows: Iterable[object]) -> None:
         file.write(lines.encode())
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_jsonl(path: Path, rows: Iterable[object]) -> None:
+    """Like `write_text`, a line for each of `rows`."""
+    write_text(path, _lines(rows))
 
 
 def read_jsonl(path: Path, *, tolerate_truncated_tail: bool = False) -> list[Any]:
@@ -130,6 +135,10 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _lines(rows: Iterable[object]) -> str:
+    return "".join(dumps(row) + "\n" for row in rows)
 
 
 def _enum_name(value: object) -> str:

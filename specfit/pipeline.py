@@ -174,6 +174,7 @@ class _Path:
 
     @cached_property
     def generate(self) -> Artifact:
+        # The target is made before this stage's lock is taken, not inside it.
         conversations, _ = self.prompts, self.served
 
         def make(folder: Path) -> None:

@@ -23,8 +23,8 @@ def acceptance_interval(
         ValueError: no request has a round.
     """
     stats = [s for s in stats_per_request if s.num_rounds > 0]
-    resamples = _resamples(len(stats), num_bootstrap, seed)
-    return _percentiles(_acceptance_lengths(stats, resamples), confidence)
+    drawn = resamples(len(stats), num_bootstrap, seed)
+    return percentiles(_acceptance_lengths(stats, drawn), confidence)
 
 
 def paired_difference_interval(
@@ -42,16 +42,21 @@ def paired_difference_interval(
     if len(a) != len(b):
         raise ValueError(f"paired stats must be of the same requests, got {len(a)} and {len(b)}")
     pairs = [(x, y) for x, y in zip(a, b, strict=True) if x.num_rounds > 0 and y.num_rounds > 0]
-    resamples = _resamples(len(pairs), num_bootstrap, seed)
-    differences = _acceptance_lengths([x for x, _ in pairs], resamples) - _acceptance_lengths(
-        [y for _, y in pairs], resamples
+    drawn = resamples(len(pairs), num_bootstrap, seed)
+    differences = _acceptance_lengths([x for x, _ in pairs], drawn) - _acceptance_lengths(
+        [y for _, y in pairs], drawn
     )
-    return _percentiles(differences, confidence)
+    return percentiles(differences, confidence)
 
 
-def _resamples(
+def resamples(
     num_requests: int, num_bootstrap: int, seed: int
 ) -> Int[Tensor, "resamples requests"]:
+    """Indices of what is drawn, with replacement, for each resample.
+
+    Raises:
+        ValueError: there is nothing to draw from.
+    """
     if num_requests == 0:
         raise ValueError("an interval must be of at least 1 request with rounds, got 0")
     generator = torch.Generator().manual_seed(seed)
@@ -66,7 +71,8 @@ def _acceptance_lengths(
     return tokens[resamples].sum(1).double() / rounds[resamples].sum(1)
 
 
-def _percentiles(values: Float[Tensor, " resamples"], confidence: float) -> tuple[float, float]:
+def percentiles(values: Float[Tensor, " resamples"], confidence: float) -> tuple[float, float]:
+    """The interval that leaves as much of `values` below it as above."""
     tails = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=values.dtype)
     low, high = values.quantile(tails).tolist()
     return low, high

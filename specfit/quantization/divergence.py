@@ -100,6 +100,11 @@ class ModelDivergence:
             for text, passages in texts.items()
         }
 
+    @property
+    def names(self) -> list[str]:
+        """Of the groups, as records have them."""
+        return [" ".join(str(unit) for unit in group) for group in self.groups]
+
     def rescale(self, factors: dict[str, float]) -> None:
         """See `UnitSwitch.rescale`."""
         self.switch.rescale(factors)

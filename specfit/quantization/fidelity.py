@@ -17,6 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from specfit_serve.bootstrap import percentiles, resamples
+
 NUM_BOOTSTRAP = 1000
 CONFIDENCE = 0.95
 
@@ -58,12 +60,10 @@ class TokenFigures:
             "num_tokens": self.kl.numel(),
             "kl_max_nats": float(self.kl.max()),
         }
-        generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randint(len(self.kl), (NUM_BOOTSTRAP, len(self.kl)), generator=generator)
-        tails = torch.tensor([(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], dtype=torch.float64)
+        drawn = resamples(len(self.kl), NUM_BOOTSTRAP, seed)
         for name, figure in _FIGURES.items():
             values = torch.stack([figure(self._rows(rows)) for rows in drawn])
-            low, high = values.quantile(tails).tolist()
+            low, high = percentiles(values, CONFIDENCE)
             found |= {name: float(figure(self)), f"{name}_low": low, f"{name}_high": high}
         return found
 

@@ -10,8 +10,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from tqdm import tqdm
 
-NUM_BOOTSTRAP = 1000
-CONFIDENCE = 0.95
+from specfit.quantization.fidelity import CONFIDENCE, NUM_BOOTSTRAP
+from specfit_serve.bootstrap import percentiles, resamples
 
 
 class Text(Enum):
@@ -128,8 +128,5 @@ class Measured:
 
 def mean_interval(values: Float[Tensor, " sequences"], seed: int) -> tuple[float, float]:
     """The percentile interval of the mean, sequences resampled."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(len(values), (NUM_BOOTSTRAP, len(values)), generator=generator)
-    tails = torch.tensor([(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], dtype=torch.float64)
-    low, high = values[drawn].mean(1).quantile(tails).tolist()
-    return low, high
+    drawn = resamples(len(values), NUM_BOOTSTRAP, seed)
+    return percentiles(values[drawn].mean(1), CONFIDENCE)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specfit.answering import answer_plainly
-from specfit.files import append_jsonl, dumps, read_jsonl, write_text
+from specfit.files import append_jsonl, read_jsonl, write_jsonl
 from specfit.quantization.divergence import Passages
 from specfit.quantization.measured import Text
 from specfit.targets.target import Target
@@ -68,7 +68,7 @@ def read_texts(
 def write_texts(path: Path, texts: Mapping[Text, Sequence[Answered]]) -> None:
     """A line a conversation, with the text it is in."""
     rows = [{"text": text.name} | asdict(a) for text, answered in texts.items() for a in answered]
-    write_text(path, "".join(dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
 
 
 def texts_of(path: Path) -> dict[Text, list[Answered]]:

@@ -15,7 +15,7 @@ from specfit.report.figures import estimate, number, share
 LOOKS = {
     "portfolio": (plots.BLUE, "o"),
     "isolated": (plots.ORANGE, "^"),
-    "additive": ("#009e73", "s"),
+    "additive": (plots.GREEN, "s"),
     "coverage": ("#cc79a7", "D"),
     "gram": ("#56b4e9", "v"),
 }

@@ -13,7 +13,7 @@ from specfit.acceptance import Intervals, Measured, Timed, component_row, mix_ro
 from specfit.answering import answer
 from specfit.artifacts import Artifact
 from specfit.config import MeasureConfig, ProfileConfig
-from specfit.files import append_jsonl, dumps, read_jsonl, write_json, write_text
+from specfit.files import append_jsonl, read_jsonl, write_json, write_jsonl
 from specfit.speculators.proposer import Eagle3Proposer
 from specfit.targets.slots import SlotTarget
 from specfit.targets.target import Target
@@ -257,7 +257,7 @@ def _time_all(journal: Path, bench: _Bench, ways: list[_Pass]) -> None:
     for i, way in tqdm(turns, unit="answer", desc="measure alone"):
         (answered,) = bench.decode(way, [i], 1, limit, None)
         rows.append({"id": i, "timed": asdict(_timed(bench, way, answered))})
-    write_text(journal, "".join(dumps(row) + "\n" for row in rows))
+    write_jsonl(journal, rows)
 
 
 def _timed(bench: _Bench, way: _Pass, answer: Decoded) -> Timed:

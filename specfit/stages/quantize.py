@@ -35,7 +35,7 @@ from specfit.quantization.problem import JsonlJournal, divergence_of, text_setti
 from specfit.quantization.reading import scheme_of
 from specfit.quantization.rollouts import first_differences
 from specfit.quantization.selection import Budget, Selection, select
-from specfit.quantization.texts import Answered, texts_of
+from specfit.quantization.texts import Answered, TextSettings, texts_of
 from specfit.quantization.units import Unit
 from specfit.report import quantization
 from specfit.targets.info import read_info_file
@@ -96,7 +96,7 @@ def run(job: QuantizeJob) -> None:
     )
     write_json(job.folder / "info.json", quantized.info.to_json())
     recipe = _recipe(divergence, selection, chosen, plan)
-    fidelity = _fidelity(job, divergence, chosen, quantized, texts)
+    fidelity = _fidelity(job, divergence, chosen, quantized, texts, settings)
     write_json(job.folder / "recipe.json", recipe)
     quantization.write_page(job.folder, target.info.name, recipe, fidelity)
     write_json(job.folder / FIDELITY, fidelity)
@@ -197,13 +197,12 @@ def _recipe(
     chosen: Bool[Tensor, "units"],
     plan: QuantizationPlan,
 ) -> dict[str, Any]:
-    names = [" ".join(str(unit) for unit in group) for group in divergence.groups]
     share = float(divergence.costs[chosen].sum() / divergence.costs.sum())
     rest = [p for p in plan.precision.values() if p is not Precision.nvfp4]
     rest_bits = BITS[rest[0]] if rest else 16.0
     found = asdict(selection)
     return found | {
-        "units": names,
+        "units": divergence.names,
         "num_weights": [int(cost) for cost in divergence.costs.tolist()],
         "share": share,  # of the weights that may be quantized
         "bits_per_weight": share * BITS[Precision.nvfp4] + (1 - share) * rest_bits,
@@ -217,6 +216,7 @@ def _fidelity(
     chosen: Bool[Tensor, "units"],
     quantized: Target,
     texts: dict[Text, list[Answered]],
+    settings: TextSettings,
 ) -> dict[str, Any]:
     """Figures of the checkpoint as it was written, read back, on each text."""
     rows = []
@@ -242,8 +242,6 @@ def _fidelity(
         "rows": rows,
         # The target as it is against itself, in batches of another shape.
         "noise_floor": floor,
-        "rollouts": first_differences(
-            quantized, texts[Text.report], text_settings(job.config, job.profile, job.seed)
-        ),
+        "rollouts": first_differences(quantized, texts[Text.report], settings),
         "broken_limits": {gate: wrong + broken_limits(gate, report) for gate in GATES},
     }

@@ -68,7 +68,7 @@ def run(job: SensitivityJob) -> None:
     write_texts(job.folder / "texts.jsonl", texts)
     figures = {
         "input_amax": amax,
-        "units": [" ".join(str(unit) for unit in group) for group in divergence.groups],
+        "units": divergence.names,
         "num_weights": [int(cost) for cost in divergence.costs.tolist()],
         "isolated_kl_nats": alone,
     }
