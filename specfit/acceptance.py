@@ -1,11 +1,11 @@
 """Figures of acceptance from the recorded rounds of requests."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from specfit.mix import mixed_acceptance_length, mixed_interval
+from specfit.mix import mixed_acceptance_length, mixed_change, mixed_interval
 from specfit_serve.bootstrap import acceptance_interval
 from specfit_serve.stats import DecodeStats, Round
 
@@ -114,6 +114,40 @@ def mix_row(
         del row[name]
     row["num_looped"] = sum(m.loop_start is not None for own in measured.values() for m in own)
     return row | _mixed_speed(stats, timed, weights)
+
+
+def changes(
+    before: Sequence[Measured],
+    after: Sequence[Measured],
+    weights: Mapping[str, float],
+    intervals: Intervals,
+) -> list[dict[str, Any]]:
+    """How acceptance length changes on the same requests, of each component and of the mix.
+
+    A component none of whose requests has a round on both sides is left out.
+    """
+    pairs = {m.id: (m, next(a for a in after if a.id == m.id)) for m in before}
+    by_component: dict[str, list[tuple[DecodeStats, DecodeStats]]] = {}
+    for name, pair in ((m.component, (m.stats(), a.stats())) for m, a in pairs.values()):
+        if pair[0].num_rounds and pair[1].num_rounds:
+            by_component.setdefault(name, []).append(pair)
+    rows = []
+    shown = [[name] for name in weights if name in by_component]
+    for names in [*shown, [*by_component]] if len(shown) > 1 else shown:
+        old, new = ({n: [pair[i] for pair in by_component[n]] for n in names} for i in (0, 1))
+        change, low, high = mixed_change(old, new, weights, **asdict(intervals))
+        rows.append(
+            {
+                "component": names[0] if len(names) == 1 else "all",
+                "num_prompts": sum(map(len, old.values())),
+                "acceptance_length_before": mixed_acceptance_length(old, weights),
+                "acceptance_length_after": mixed_acceptance_length(new, weights),
+                "acceptance_length_change": change,
+                "acceptance_length_change_low": low,
+                "acceptance_length_change_high": high,
+            }
+        )
+    return rows
 
 
 def _row(component: str, first: Measured, stats: DecodeStats, num_prompts: int) -> dict[str, Any]:

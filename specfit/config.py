@@ -252,6 +252,8 @@ class MeasureConfig:
     ngram_max: int = 4
     # Heads to measure beside the fitted one, by the names they get: folders of `train` artifacts.
     speculators: dict[str, str] = field(default_factory=dict)
+    # Under quantize.budget: also fit a head to the target before it was quantized, and measure it.
+    full_precision_head: bool = False
 
     def __post_init__(self) -> None:
         ks = self.num_draft_tokens
@@ -269,7 +271,7 @@ class MeasureConfig:
             "num_bootstrap",
             "ngram_min",
         )
-        taken = {"none", "ngram", "eagle3"} & set(self.speculators)
+        taken = {"none", "ngram", "eagle3", "full_precision"} & set(self.speculators)
         require(not taken, "measure.speculators", "have names of their own", ", ".join(taken))
         require(0 < self.confidence < 1, "measure.confidence", "lie in (0, 1)", self.confidence)
         require(

@@ -16,7 +16,7 @@ from specfit.artifacts import Artifact, ArtifactStore, Recipe, StatusRow
 from specfit.artifacts import status as store_status
 from specfit.config import ExtractMode, RunConfig, Stage
 from specfit.files import GIB, dumps
-from specfit.recipes import more_heads, recipes_of
+from specfit.recipes import given_head, more_heads, recipes_of, unquantized
 from specfit.speculators.initialize import aux_layers_of, head_config
 from specfit.stages import (
     export,
@@ -153,7 +153,8 @@ class _Path:
 
     @cached_property
     def quantize(self) -> Artifact:
-        alone = self.sensitivity
+        conversations, alone = self.prompts, self.sensitivity
+        speculator = given_head(self.cfg)
         made = self._make(
             "quantize",
             lambda folder: quantize.run(
@@ -162,7 +163,10 @@ class _Path:
                     config=self.cfg.quantize,
                     profile=self.cfg.profile,
                     seed=self.cfg.seed,
+                    prompts=conversations,
                     sensitivity=alone,
+                    speculator=speculator,
+                    measure=self.cfg.measure,
                     source=checkpoint_folder(self.target, self.location),
                     target=self.plain,
                 )
@@ -278,7 +282,10 @@ class _Path:
 
     @cached_property
     def measure(self) -> Artifact:
-        conversations, speculator = self.prompts, self.train
+        conversations = self.prompts
+        heads = {"eagle3": self.train} | more_heads(self.cfg)
+        if self.cfg.measure.full_precision_head:
+            heads["full_precision"] = _Path(unquantized(self.cfg)).train
         return self._make(
             "measure",
             lambda folder: measure.run(
@@ -287,7 +294,7 @@ class _Path:
                 profile=self.cfg.profile,
                 seed=self.cfg.seed,
                 prompts=conversations,
-                speculators={"eagle3": speculator} | more_heads(self.cfg),
+                speculators=heads,
                 target=self.loaded,
             ),
         )

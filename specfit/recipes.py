@@ -2,11 +2,12 @@
 
 import hashlib
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from specfit.artifacts import Artifact, Recipe, artifact_at
+from specfit.checks import require
 from specfit.config import ExtractMode, RunConfig, Stage
 from specfit.stages import (
     export,
@@ -44,7 +45,7 @@ def recipes_of(cfg: RunConfig, location: Location, digests: Path) -> dict[str, R
     if served == "quantize":
         alone, under_budget = _quantize(cfg)
         add(Stage.sensitivity, sensitivity.VERSION, alone, "target prompts")
-        add(Stage.quantize, quantize.VERSION, under_budget, "target sensitivity")
+        add(Stage.quantize, quantize.VERSION, under_budget, "target prompts sensitivity")
     add(Stage.generate, generate.VERSION, _generate(cfg), f"{served} prompts")
     vocab = {
         "weights": weights,
@@ -65,9 +66,11 @@ def recipes_of(cfg: RunConfig, location: Location, digests: Path) -> dict[str, R
         "seed": cfg.seed,
     }
     add(Stage.train, train.VERSION, training, f"{served} generate fit {stored}")
-    more = {"speculators": {name: head.key for name, head in more_heads(cfg).items()}}
+    more = {name: head.key for name, head in more_heads(cfg).items()}
+    if cfg.measure.full_precision_head:
+        more["full_precision"] = recipes_of(unquantized(cfg), location, digests)["train"].key
     measuring = {
-        "measure": asdict(cfg.measure) | more,
+        "measure": asdict(cfg.measure) | {"speculators": more},
         "components": [asdict(c) for c in cfg.profile.components],
         "seed": cfg.seed,
     }
@@ -87,15 +90,40 @@ def more_heads(cfg: RunConfig) -> dict[str, Artifact]:
         FileNotFoundError: a folder holds no artifact.
         ValueError: it is the artifact of another stage.
     """
-    found = {}
-    for name, path in cfg.measure.speculators.items():
-        key = f"measure.speculators.{name}"
-        found[name] = artifact_at(path, key)
-        if found[name].stage != Stage.train.name:
-            raise ValueError(
-                f"{key} must be an artifact of train, got one of {found[name].stage}: {path}"
-            )
-    return found
+    heads = cfg.measure.speculators.items()
+    return {name: _head_at(path, f"measure.speculators.{name}") for name, path in heads}
+
+
+def given_head(cfg: RunConfig) -> Artifact | None:
+    """The head of `quantize.speculator`; raises as `more_heads`."""
+    path = cfg.quantize.speculator
+    return None if path is None else _head_at(path, "quantize.speculator")
+
+
+def unquantized(cfg: RunConfig) -> RunConfig:
+    """The path to a head for the target before it was quantized.
+
+    Raises:
+        ValueError: it is not quantized.
+    """
+    require(
+        cfg.quantize.budget is not None,
+        "measure.full_precision_head",
+        "be false without quantize.budget",
+        True,
+    )
+    return replace(
+        cfg,
+        quantize=replace(cfg.quantize, budget=None),
+        measure=replace(cfg.measure, full_precision_head=False),
+    )
+
+
+def _head_at(path: str, key: str) -> Artifact:
+    head = artifact_at(path, key)
+    if head.stage != Stage.train.name:
+        raise ValueError(f"{key} must be an artifact of train, got one of {head.stage}: {path}")
+    return head
 
 
 def _target(cfg: RunConfig, location: Location) -> dict[str, Any]:
@@ -116,6 +144,14 @@ def _quantize(cfg: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
         for name in ("budget", "budget_in", "selector", "rest", "cotune", "sets_per_unit")
     }
     under_budget |= {"num_random": params.pop("num_random"), "seed": cfg.seed}
+    del params["speculator"]
+    head = given_head(cfg)
+    if head is not None:
+        measuring = {
+            "components": [asdict(c) for c in cfg.profile.components],
+            "measure": asdict(cfg.measure),
+        }
+        under_budget |= {"speculator": head.key} | measuring
     components = [(c.name, c.weight, c.temperature) for c in cfg.profile.components]
     return params | {"components": components, "seed": cfg.seed}, under_budget
 

@@ -55,9 +55,11 @@ def test_a_gradient_is_the_slope_of_the_divergence():
     for i, group in enumerate(groups):
         ends = []
         for step in (0.002, -0.002):
-            divergence.rescale({name: float(torch.tensor(step).exp()) for name in group})
+            divergence.requantize(
+                divergence.switch.rule, {name: float(torch.tensor(step).exp()) for name in group}
+            )
             ends.append(float(divergence.loss(UNITS, Text.calibration, 0)))
-            divergence.rescale({})
+            divergence.requantize(divergence.switch.rule, {})
         assert (ends[0] - ends[1]) / 0.004 == pytest.approx(float(slope[i]), rel=0.05, abs=1e-6)
 
 
@@ -72,7 +74,7 @@ def spoiled(monkeypatch):
         return [matrix * 1.15 for matrix in together(self, names, matrices)]
 
     monkeypatch.setattr(UnitSwitch, "_together", enlarged)
-    divergence.rescale({})
+    divergence.requantize(divergence.switch.rule, {})
     return divergence, chosen, right
 
 
@@ -81,7 +83,7 @@ def test_scales_that_are_wrong_are_found(spoiled):
     before = kl(divergence, chosen)
     factors = cotune(divergence, chosen)
     assert all(factor < 0.97 for factor in factors.values())
-    divergence.rescale(factors)
+    divergence.requantize(divergence.switch.rule, factors)
     assert before > 2 * right
     assert kl(divergence, chosen) < (before + right) / 2
 

@@ -246,7 +246,7 @@ def test_rescaled_weights_are_not_taken_for_those_before():
     chosen = mask(divergence, units[0], units[-1])
     before = divergence.kl(chosen, Text.selection)
     names = [name for group in divergence.switch.groups([units[0]]) for name in group]
-    divergence.rescale(dict.fromkeys(names, 1.3))
+    divergence.requantize(divergence.switch.rule, dict.fromkeys(names, 1.3))
     assert not torch.allclose(divergence.kl(chosen, Text.selection), before, rtol=1e-3)
-    divergence.rescale({})
+    divergence.requantize(divergence.switch.rule, {})
     assert torch.equal(divergence.kl(chosen, Text.selection), before)

@@ -8,8 +8,9 @@ import tiny_targets
 import torch
 from transformers import AutoModelForCausalLM
 
+from specfit import measuring
 from specfit.draft_vocab import DraftVocab
-from specfit.stages import measure
+from specfit.measuring import Bench
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,7 @@ def test_coverage_is_the_share_of_the_tokens_that_can_be_drafted(words):
 def corrupt(monkeypatch, conversations, position, proposer):
     """Makes one answer of `proposer` leave the plain one at `position`."""
     first = min(conversations)
-    decode = measure._Bench.decode
+    decode = Bench.decode
 
     def corrupted(bench, way, *args):
         for answer in decode(bench, way, *args):
@@ -92,7 +93,7 @@ def corrupt(monkeypatch, conversations, position, proposer):
                 answer.tokens[position] = (answer.tokens[position] + 1) % 320
             yield answer
 
-    monkeypatch.setattr(measure._Bench, "decode", corrupted)
+    monkeypatch.setattr(Bench, "decode", corrupted)
     return first
 
 
@@ -129,14 +130,14 @@ def test_where_the_context_ends_an_answer_it_ends_all_ways_at_the_same_token(
     words, conversations, monkeypatch
 ):
     longest = max(len(row["prompt_ids"]) for row in conversations.values())
-    bench = measure._Bench.__init__
+    bench = Bench.__init__
 
     def cramped(self, config, profile, seed, rows, target, speculator):
         short = replace(target.info, max_position_embeddings=longest + 7)
         monkeypatch.setattr(target, "info", short)
         bench(self, config, profile, seed, rows, target, speculator)
 
-    monkeypatch.setattr(measure._Bench, "__init__", cramped)
+    monkeypatch.setattr(Bench, "__init__", cramped)
     artifact = tiny_runs.run(words, "measure.num_draft_tokens=[1,3]", "measure.num_bootstrap=52")
     for row in tiny_runs.read_lines(artifact, "requests.jsonl"):
         if row["finish_reason"] == "length":
@@ -163,7 +164,7 @@ def answers(rows):
 @pytest.mark.parametrize("torn", [False, True], ids=["between lines", "within a line"])
 def test_a_killed_run_goes_on_where_it_was_and_measures_the_same(words, monkeypatch, torn):
     unkilled = tiny_runs.run(words)
-    append, left = measure.append_jsonl, [4]  # 3 of plain decoding, 1 of n-grams
+    append, left = measuring.append_jsonl, [4]  # 3 of plain decoding, 1 of n-grams
 
     def append_or_die(path, rows):
         if not left[0]:
@@ -173,7 +174,7 @@ def test_a_killed_run_goes_on_where_it_was_and_measures_the_same(words, monkeypa
 
     there = [*words, f"measure.confidence=0.{94 - torn}"]  # another key, the same decoding
     with monkeypatch.context() as patch:
-        patch.setattr(measure, "append_jsonl", append_or_die)
+        patch.setattr(measuring, "append_jsonl", append_or_die)
         with pytest.raises(Killed):
             tiny_runs.run(there)
     key = tiny_runs.keys(there)["measure"]
@@ -181,14 +182,14 @@ def test_a_killed_run_goes_on_where_it_was_and_measures_the_same(words, monkeypa
     if torn:
         journal.write_bytes(journal.read_bytes()[:-20])
     num_asked = []
-    decode = measure._Bench.decode
+    decode = Bench.decode
 
     def spy(bench, way, ids, num_slots, *args):
         if num_slots > 1:
             num_asked.append(len(ids))
         return decode(bench, way, ids, num_slots, *args)
 
-    monkeypatch.setattr(measure._Bench, "decode", spy)
+    monkeypatch.setattr(Bench, "decode", spy)
     resumed = tiny_runs.run(there)
     assert resumed.key == key
     assert num_asked == [3 if torn else 2, 3]
@@ -244,5 +245,5 @@ def test_a_head_of_another_target_is_refused(words, tmp_path):
     AutoModelForCausalLM.from_config(wider).save_pretrained(tmp_path / "wider")
     tiny_targets.write_tokenizer(tmp_path / "wider")
     other = tiny_runs.run(words, "stage=train", f"target.path={tmp_path / 'wider'}")
-    with pytest.raises(ValueError, match=r"speculators\.other must be of .* 32 channels .* got 48"):
+    with pytest.raises(ValueError, match=r"the head .* must be of .* 32 channels .* got 48"):
         tiny_runs.run(words, f"+measure.speculators.other={other.path}")

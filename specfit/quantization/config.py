@@ -84,11 +84,16 @@ class QuantizeConfig:
     batch_size: int = 8  # passages a forward pass
     sets_per_unit: int = 4  # random sets measured for additive and coverage, a unit
     num_random: int = 8  # random sets that a portfolio holds its proposals against
+    curve_points: int = 8  # budgets whose cost is measured beside the one that was asked for
+    # A head, the folder of an artifact of `train`: how its acceptance length changes is measured.
+    speculator: str | None = None
 
     def __post_init__(self) -> None:
         counts = ("context_tokens", "counted_tokens", "batch_size", "sets_per_unit")
         require_positive(self, "quantize", *counts)
-        require(self.num_random >= 0, "quantize.num_random", "be at least 0", self.num_random)
+        for name in ("num_random", "curve_points"):
+            value = getattr(self, name)
+            require(value >= 0, f"quantize.{name}", "be at least 0", value)
         require(self.num_passages >= 2, "quantize.num_passages", "be at least 2", self.num_passages)
         if self.budget is not None:
             self._check_budget(self.budget)

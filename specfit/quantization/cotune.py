@@ -38,7 +38,7 @@ def check_cotune(switch: UnitSwitch) -> None:
 
 
 def cotune(divergence: ModelDivergence, chosen: Bool[Tensor, "units"]) -> dict[str, float]:
-    """Factors by tensor name, for `rescale`; empty when none lower the divergence."""
+    """Factors by tensor name, for `requantize`; empty when none lower the divergence."""
     switch = divergence.switch
     units = divergence.units(chosen)
     groups = switch.groups(units)

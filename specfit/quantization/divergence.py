@@ -1,6 +1,6 @@
 """How far a target with quantized units is from the target as it is, token by token."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from specfit.quantization.measured import Text
 from specfit.quantization.switch import UnitSwitch
 from specfit.quantization.units import Unit
 from specfit.targets.target import Target
+from specfit_kernels.rules import ScaleRule
 
 CHUNK_LOGITS = 1 << 26  # logits of all units together that are worked on at once
 
@@ -105,9 +106,9 @@ class ModelDivergence:
         """Of the groups, as records have them."""
         return [" ".join(str(unit) for unit in group) for group in self.groups]
 
-    def rescale(self, factors: dict[str, float]) -> None:
-        """See `UnitSwitch.rescale`."""
-        self.switch.rescale(factors)
+    def requantize(self, rule: ScaleRule, factors: Mapping[str, float]) -> None:
+        """See `UnitSwitch.requantize`."""
+        self.switch.requantize(rule, factors)
         self.forget()
 
     def forget(self) -> None:

@@ -1,6 +1,6 @@
 """A target whose units are quantized and put back in memory: a checkpoint before it is written."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -86,9 +86,10 @@ class UnitSwitch:
         """The tensors of `units` that share a global scale, group by group."""
         return [group for unit in sorted(units) for group in fused(self._tensors[unit])]
 
-    def rescale(self, factors: dict[str, float]) -> None:
-        """From now on quantized tensors are multiplied by their factor, which is 1 unless named."""
+    def requantize(self, rule: ScaleRule, factors: Mapping[str, float]) -> None:
+        """From now on tensors are quantized by `rule`, times their factor: 1 unless named."""
         self.choose([])
+        self.rule = rule
         self._factors = dict(factors)
         self._quantized.clear()
 

@@ -13,9 +13,11 @@ from tqdm import tqdm
 
 from specfit.artifacts import Artifact
 from specfit.checks import GateRejected
-from specfit.config import ProfileConfig
+from specfit.config import MeasureConfig, ProfileConfig
 from specfit.files import write_json
+from specfit.quantization.acceptance_change import acceptance_changes
 from specfit.quantization.checkpoint import is_complete, write_checkpoint
+from specfit.quantization.comparisons import compare
 from specfit.quantization.config import (
     BITS,
     BudgetIn,
@@ -42,7 +44,7 @@ from specfit.targets.info import read_info_file
 from specfit.targets.load import prepare
 from specfit.targets.target import Target
 
-VERSION = 1
+VERSION = 2
 FIDELITY = "fidelity.json"  # written last
 MODEL = "model"
 log = logging.getLogger(__name__)
@@ -56,7 +58,10 @@ class QuantizeJob:
     config: QuantizeConfig
     profile: ProfileConfig
     seed: int
+    prompts: Artifact
     sensitivity: Artifact
+    speculator: Artifact | None
+    measure: MeasureConfig  # of the speculator
     source: Path  # the checkpoint's folder
     target: Target  # the same, loaded
 
@@ -73,11 +78,15 @@ def run(job: QuantizeJob) -> None:
     config, target = job.config, job.target
     settings = text_settings(config, job.profile, job.seed)
     texts = texts_of(job.sensitivity.file("texts.jsonl"))
-    amax = json.loads(job.sensitivity.file("sensitivity.json").read_text())["input_amax"]
+    alone = json.loads(job.sensitivity.file("sensitivity.json").read_text())
+    amax = alone["input_amax"]
     divergence = divergence_of(target, config, settings, texts, amax)
     if config.cotune:
         check_cotune(divergence.switch)
-    selection = _select(job, divergence)
+    journal = JsonlJournal(
+        job.folder / "measured.jsonl", known=job.sensitivity.file("measured.jsonl")
+    )
+    selection = _select(job, divergence, journal)
     if not selection.chosen and config.rest is Rest.none:
         raise ValueError(
             f"quantize.budget must be a KL that some unit keeps, got {config.budget:g} nats; alone "
@@ -85,6 +94,7 @@ def run(job: QuantizeJob) -> None:
         )
     chosen = torch.zeros(len(divergence.groups), dtype=torch.bool)
     chosen[list(selection.chosen)] = True
+    compared = compare(divergence, selection, journal, job.seed)
     factors = _factors(job, divergence, chosen)
     units = divergence.switch.units
     plan = _plan(config, units, divergence.units(chosen), amax, factors)
@@ -95,8 +105,10 @@ def run(job: QuantizeJob) -> None:
         replace(target.info, quantization=scheme_of(job.folder / MODEL)),
     )
     write_json(job.folder / "info.json", quantized.info.to_json())
-    recipe = _recipe(divergence, selection, chosen, plan)
+    recipe = _recipe(divergence, selection, chosen, plan) | {"curve": alone["curve"]}
     fidelity = _fidelity(job, divergence, chosen, quantized, texts, settings)
+    fidelity["comparisons"] = [asdict(comparison) for comparison in compared]
+    fidelity["acceptance"] = _acceptance(job, quantized)
     write_json(job.folder / "recipe.json", recipe)
     quantization.write_page(job.folder, target.info.name, recipe, fidelity)
     write_json(job.folder / FIDELITY, fidelity)
@@ -130,7 +142,7 @@ def open_quantized(artifact: Artifact, device: torch.device) -> Target:
     return Target(model.to(device), AutoTokenizer.from_pretrained(folder), info)
 
 
-def _select(job: QuantizeJob, divergence: ModelDivergence) -> Selection:
+def _select(job: QuantizeJob, divergence: ModelDivergence, journal: JsonlJournal) -> Selection:
     config = job.config
     max_kl = config.budget if config.budget_in is BudgetIn.kl_nats else None
     return select(
@@ -140,9 +152,7 @@ def _select(job: QuantizeJob, divergence: ModelDivergence) -> Selection:
         num_sets=max(NUM_FOLDS, config.sets_per_unit * len(divergence.groups)),
         num_random=config.num_random,
         seed=job.seed,
-        journal=JsonlJournal(
-            job.folder / "measured.jsonl", known=job.sensitivity.file("measured.jsonl")
-        ),
+        journal=journal,
     )
 
 
@@ -155,7 +165,7 @@ def _factors(
     if not path.exists():
         write_json(path, cotune(divergence, chosen))
     factors: dict[str, float] = json.loads(path.read_text())
-    divergence.rescale(factors)
+    divergence.requantize(job.config.rule, factors)
     return factors
 
 
@@ -208,6 +218,22 @@ def _recipe(
         "bits_per_weight": share * BITS[Precision.nvfp4] + (1 - share) * rest_bits,
         "plan": plan.to_json(),
     }
+
+
+def _acceptance(job: QuantizeJob, quantized: Target) -> list[dict[str, Any]]:
+    """How the acceptance length of the given speculator changes; empty where none is given."""
+    if job.speculator is None:
+        return []
+    return acceptance_changes(
+        job.folder,
+        job.speculator,
+        before=job.target,
+        after=quantized,
+        config=job.measure,
+        profile=job.profile,
+        prompts=job.prompts,
+        seed=job.seed,
+    )
 
 
 def _fidelity(

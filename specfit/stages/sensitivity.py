@@ -1,10 +1,11 @@
-"""`sensitivity`: the text that quantizing is measured on, and what each unit alone costs there.
+"""`sensitivity`: the text that quantizing is measured on, and what units and budgets cost there.
 
+Units alone; budgets by the units that alone cost least.
 Nothing here depends on a budget, so a sweep over budgets and selectors makes it once.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from specfit.artifacts import Artifact
@@ -12,6 +13,7 @@ from specfit.config import ProfileConfig
 from specfit.files import read_jsonl, write_json
 from specfit.quantization.activations import input_amax
 from specfit.quantization.checkpoint import quantized_size
+from specfit.quantization.comparisons import budget_curve
 from specfit.quantization.config import Activations, Precision, QuantizeConfig
 from specfit.quantization.measured import Text
 from specfit.quantization.plan import QuantizationPlan
@@ -22,7 +24,7 @@ from specfit.quantization.texts import passages, read_texts, write_texts
 from specfit.quantization.units import units_of
 from specfit.targets.target import Target
 
-VERSION = 1
+VERSION = 2
 FIGURES = "sensitivity.json"  # written last
 ANSWERS = "answers.jsonl"  # the journal of texts.jsonl
 
@@ -58,19 +60,22 @@ def run(job: SensitivityJob) -> None:
     conversations = [row for row in rows if row["split"] == "train"]
     answers = job.folder / ANSWERS
     texts = read_texts(answers, conversations, job.target, settings)
-    calibration = {Text.calibration: texts[Text.calibration]}
     amax = None
     if job.config.activations is not Activations.none:
-        text = passages(calibration[Text.calibration], settings)
+        text = passages(texts[Text.calibration], settings)
         amax = input_amax(job.target, text.split(job.config.batch_size))
-    divergence = divergence_of(job.target, job.config, settings, calibration, amax)
-    alone = measure_alone(divergence, JsonlJournal(job.folder / "measured.jsonl"))
+    read = {text: texts[text] for text in (Text.calibration, Text.selection)}
+    divergence = divergence_of(job.target, job.config, settings, read, amax)
+    journal = JsonlJournal(job.folder / "measured.jsonl")
+    alone = measure_alone(divergence, journal)
+    curve = budget_curve(divergence, alone, journal, job.seed, job.config.curve_points)
     write_texts(job.folder / "texts.jsonl", texts)
     figures = {
         "input_amax": amax,
         "units": divergence.names,
         "num_weights": [int(cost) for cost in divergence.costs.tolist()],
         "isolated_kl_nats": alone,
+        "curve": [asdict(point) for point in curve],
     }
     divergence.switch.close()
     write_json(job.folder / FIGURES, figures)

@@ -1,0 +1,185 @@
+"""Draft-and-verify decoding of held-out conversations: ways of it, and what is recorded."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from specfit.acceptance import Intervals, Measured
+from specfit.answering import answer
+from specfit.artifacts import Artifact
+from specfit.config import MeasureConfig, ProfileConfig
+from specfit.files import append_jsonl, read_jsonl
+from specfit.speculators.proposer import Eagle3Proposer
+from specfit.targets.slots import SlotTarget
+from specfit.targets.target import Target
+from specfit.targets.vocabulary import token_classes
+from specfit.training.checkpoints import load_head
+from specfit_serve.decode import Decoded, DecodeSettings, Request
+from specfit_serve.ngram import NgramProposer, NoProposer
+from specfit_serve.protocols import Proposer
+
+
+def held_out(prompts: Artifact) -> list[dict[str, Any]]:
+    """The conversations that nothing was fitted to.
+
+    Raises:
+        ValueError: there are none.
+    """
+    rows = read_jsonl(prompts.file("conversations.jsonl"))
+    found = [row for row in rows if row["split"] == "test"]
+    if not found:
+        raise ValueError("data.num_test must be larger: no held-out conversation is left")
+    return found
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of decoding all held-out conversations."""
+
+    proposer: str
+    num_draft_tokens: int
+    temperature: float | None  # None: each component's own
+
+
+class Bench:
+    """The held-out conversations, and decoding them."""
+
+    def __init__(
+        self,
+        config: MeasureConfig,
+        profile: ProfileConfig,
+        seed: int,
+        conversations: list[dict[str, Any]],
+        target: Target,
+        speculators: dict[str, Artifact],
+    ) -> None:
+        self.config = config
+        self.seed = seed
+        self.target = target
+        self.by_id = {row["id"]: row for row in conversations}
+        self.temperatures = {c.name: c.temperature for c in profile.components}
+        self.weights = {c.name: c.weight for c in profile.components}
+        self.intervals = Intervals(config.num_bootstrap, config.confidence, seed)
+        self.classes = token_classes(target)
+        self.heads = {
+            name: load_head(s.file("config.json"), s.file("model.safetensors"), target.device)
+            for name, s in speculators.items()
+        }
+        for name, (head, _) in self.heads.items():
+            sizes = (head.config.hidden_size, head.config.vocab_size)
+            own = (target.info.hidden_size, target.info.vocab_size)
+            if sizes != own:
+                raise ValueError(
+                    f"the head {speculators[name].path} must be of a target with {own[0]} channels "
+                    f"and {own[1]} tokens, got {sizes[0]} and {sizes[1]}"
+                )
+        longest = max(len(row["prompt_ids"]) for row in conversations)
+        # Where the target's context ends answers, it ends those of all ways at the same token.
+        self.max_tokens = min(
+            longest + config.max_new_tokens,
+            target.info.max_position_embeddings - max(config.num_draft_tokens),
+        )
+        self._slots: SlotTarget | None = None
+
+    def slots(self, way: Way, num_slots: int) -> SlotTarget:
+        """One cache at a time: one of another size, or with other features, replaces it."""
+        max_length = self.max_tokens + way.num_draft_tokens
+        layers = None
+        if way.proposer in self.heads:
+            layers = list(self.heads[way.proposer][0].config.aux_layers)
+        old = self._slots
+        if old is None or (old.num_slots, old.max_length, old.aux_layers) != (
+            *(num_slots, max_length),
+            layers,
+        ):
+            self._slots = SlotTarget(
+                self.target, num_slots=num_slots, max_length=max_length, aux_layers=layers
+            )
+        assert self._slots is not None
+        return self._slots
+
+    def proposer(self, name: str, num_slots: int) -> Proposer:
+        """A fresh one, for a fresh set of requests."""
+        match name:
+            case "none":
+                return NoProposer()
+            case "ngram":
+                return NgramProposer(self.config.ngram_min, self.config.ngram_max)
+            case _:
+                return Eagle3Proposer(
+                    *self.heads[name],
+                    self.target.embeddings.weight.detach(),
+                    num_slots=num_slots,
+                    max_length=self.max_tokens + max(self.config.num_draft_tokens),
+                )
+
+    def temperature(self, way: Way, component: str) -> float:
+        """At which a component is decoded."""
+        return self.temperatures[component] if way.temperature is None else way.temperature
+
+    def decode(
+        self, way: Way, ids: list[str], num_slots: int, max_new_tokens: int, label: str | None
+    ) -> Iterator[Decoded]:
+        """Answers the conversations `ids`."""
+        requests = [
+            Request(
+                i,
+                self.by_id[i]["prompt_ids"],
+                self.temperature(way, self.by_id[i]["component"]),
+            )
+            for i in ids
+        ]
+        settings = DecodeSettings(
+            num_draft_tokens=way.num_draft_tokens,
+            max_new_tokens=max_new_tokens,
+            batch_size=num_slots,
+            seed=self.seed,
+        )
+        return answer(
+            self.slots(way, num_slots),
+            self.proposer(way.proposer, num_slots),
+            requests,
+            settings,
+            classes=self.classes,
+            label=label,
+        )
+
+
+def decode_all(journal: Path, bench: Bench, way: Way) -> None:
+    """Adds all conversations to the journal, decoded many at once; those in it are left out."""
+    done = set()
+    if journal.exists():
+        rows = read_jsonl(journal, tolerate_truncated_tail=True)
+        done = {row["id"] for row in rows if is_of(bench, way, row)}
+    ids = [i for i in bench.by_id if i not in done]
+    if not ids:
+        return
+    limit = bench.config.max_new_tokens
+    num_slots = min(bench.config.batch_size, len(bench.by_id))
+    label = f"measure {way.proposer} k={way.num_draft_tokens}"
+    for answered in bench.decode(way, ids, num_slots, limit, label):
+        conversation = bench.by_id[answered.id]
+        found = Measured(
+            id=answered.id,
+            component=conversation["component"],
+            proposer=way.proposer,
+            temperature=bench.temperature(way, conversation["component"]),
+            num_draft_tokens=way.num_draft_tokens,
+            num_prompt_tokens=len(conversation["prompt_ids"]),
+            tokens=answered.tokens,
+            finish_reason=answered.finish_reason,
+            loop_start=answered.loop_start,
+            rounds=[[r.start, r.num_drafted, r.num_kept] for r in answered.rounds],
+        )
+        append_jsonl(journal, [asdict(found)])
+
+
+def is_of(bench: Bench, way: Way, row: dict[str, Any]) -> bool:
+    """Whether a recorded answer was decoded this way."""
+    found = (row["proposer"], row["num_draft_tokens"], row["temperature"])
+    return found == (
+        way.proposer,
+        way.num_draft_tokens,
+        bench.temperature(way, row["component"]),
+    )

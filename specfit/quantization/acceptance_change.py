@@ -1,0 +1,56 @@
+"""What quantizing does to a head that was fitted to the target as it came."""
+
+from pathlib import Path
+from typing import Any
+
+from specfit.acceptance import Measured, changes
+from specfit.artifacts import Artifact
+from specfit.config import MeasureConfig, ProfileConfig
+from specfit.files import read_jsonl
+from specfit.measuring import Bench, Way, decode_all, held_out
+from specfit.targets.target import Target
+
+HEAD = "given"  # its name in the journals
+
+
+def acceptance_changes(
+    folder: Path,
+    speculator: Artifact,
+    *,
+    before: Target,
+    after: Target,
+    config: MeasureConfig,
+    profile: ProfileConfig,
+    prompts: Artifact,
+    seed: int,
+) -> list[dict[str, Any]]:
+    """Rows of how acceptance length changes on the held-out conversations, by k and component.
+
+    Args:
+        folder: keeps what was decoded, so that a killed run goes on where it was.
+        speculator: an artifact of `train`.
+        before: the target as it came.
+        after: the quantized one.
+        config: how to decode, as for `measure`; each component at its own temperature.
+        profile: weighs the components.
+        prompts: has the conversations.
+        seed: of what is sampled, and of the intervals.
+
+    Raises:
+        ValueError: the head is of another kind of target, or no conversation is held out.
+    """
+    conversations = held_out(prompts)
+    ways = [Way(HEAD, k, None) for k in config.num_draft_tokens]
+    measured: list[list[Measured]] = []
+    for name, target in (("before", before), ("after", after)):
+        bench = Bench(config, profile, seed, conversations, target, {HEAD: speculator})
+        journal = folder / f"acceptance_{name}.jsonl"
+        for way in ways:
+            decode_all(journal, bench, way)
+        measured.append([Measured(**row) for row in read_jsonl(journal)])
+    rows = []
+    for k in config.num_draft_tokens:
+        at_k = [[m for m in side if m.num_draft_tokens == k] for side in measured]
+        found = changes(at_k[0], at_k[1], bench.weights, bench.intervals)
+        rows += [{"num_draft_tokens": k} | row for row in found]
+    return rows
