@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from specfit.acceptance import Intervals, Measured, Timed, component_row, mix_row
+from specfit.acceptance import Intervals, Measured, Timed, changes, component_row, mix_row
 
 INTERVALS = Intervals(num_bootstrap=200, confidence=0.9, seed=0)
 WEIGHTS = {"code": 3.0, "tools": 1.0}
@@ -168,3 +168,31 @@ def test_one_timed_prompt_has_a_speed_and_no_range():
     row = component_row([measured([(2, 1)])], [timed(10, 1.5, 0.5)], INTERVALS)
     assert row["tokens_per_second"] == 5
     assert "tokens_per_second_low" not in row
+
+
+def test_a_change_is_of_the_same_requests_by_component_and_of_the_mix():
+    before = [
+        measured([(2, 0), (2, 0)], id="a"),
+        measured([(2, 1)], id="b"),
+        measured([(2, 0)], id="c", component="tools"),
+        measured([], id="d", component="tools"),  # over after the prefill: says nothing
+    ]
+    after = [
+        measured([(2, 1)], id="b"),
+        measured([(2, 2)], id="d", component="tools"),
+        measured([(2, 1)], id="c", component="tools"),
+        measured([(2, 1)], id="a"),
+    ]
+    code, tools, mix = changes(before, after, WEIGHTS, INTERVALS)
+    assert [row["component"] for row in (code, tools, mix)] == ["code", "tools", "all"]
+    assert [row["num_prompts"] for row in (code, tools, mix)] == [2, 1, 3]
+    assert (code["acceptance_length_before"], code["acceptance_length_after"]) == (4 / 3, 2)
+    assert code["acceptance_length_change"] == pytest.approx(0.5)
+    assert (tools["acceptance_length_before"], tools["acceptance_length_after"]) == (1, 2)
+    # Three requests of code to one of tools: 3 / 2 of what two of code take.
+    tokens, rounds = 1.5 * 4 + 1, 1.5 * 3 + 1
+    assert mix["acceptance_length_before"] == pytest.approx(tokens / rounds)
+    assert mix["acceptance_length_after"] == 2
+    # Request a alone doubles, request b alone stays.
+    assert code["acceptance_length_change_low"] == 0
+    assert code["acceptance_length_change_high"] == 1

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from specfit.mix import mixed_acceptance_length, mixed_interval
+from specfit.mix import mixed_acceptance_length, mixed_change, mixed_interval
 from specfit_serve.stats import DecodeStats, Round
 
 
@@ -54,3 +54,21 @@ def test_requests_that_are_all_alike_leave_no_interval():
         {"code": [stats(2, 1)] * 5}, {"code": 1.0}, num_bootstrap=50, confidence=0.95, seed=0
     )
     assert found == pytest.approx((2.5, 2.5))
+
+
+CHANGE = {"num_bootstrap": 200, "confidence": 0.9, "seed": 0}
+
+
+def test_a_change_is_one_of_tokens_over_rounds_of_the_mix():
+    weights = {"code": 1.0, "chat": 1.0}
+    before = {"code": [stats(1, 1)], "chat": [stats(0, 0)]}  # 4 + 2 tokens in 4 rounds
+    after = {"code": [stats(2)], "chat": [stats(0, 0)]}  # 3 + 2 tokens in 3 rounds
+    change, *_ = mixed_change(before, after, weights, **CHANGE)
+    assert change == pytest.approx((5 / 3) / (6 / 4) - 1)
+
+
+def test_what_does_not_change_has_no_interval_however_unlike_the_requests_are():
+    same = {"code": [stats(*k) for k in ((3, 3, 3), (0, 0), (1,), (2, 0, 3))]}
+    assert mixed_change(same, same, {"code": 1.0}, **CHANGE) == (0, 0, 0)
+    low, high = mixed_interval(same, {"code": 1.0}, **CHANGE)
+    assert high - low > 0.5

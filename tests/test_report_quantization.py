@@ -36,10 +36,27 @@ def fidelity():
             "num_equal": 1,
             "first_differing_token_median": 20,
         },
+        "comparisons": [
+            compared("isolated", 1, 0.0241, 0.884),
+            compared("random", 8, 0.0391, 0.545),
+            compared("amax", 1, 0.0288, 0.740),
+        ],
+        "acceptance": [],
         "broken_limits": {
             "strict": ["kl_mean_nats must be at most 0.01, got 0.0244"],
             "production": [],
         },
+    }
+
+
+def compared(against, num_sets, kl, ratio):
+    return {
+        "against": against,
+        "num_sets": num_sets,
+        "kl_mean_nats": kl,
+        "kl_ratio": ratio,
+        "kl_ratio_low": ratio - 0.01,
+        "kl_ratio_high": ratio + 0.01,
     }
 
 
@@ -72,6 +89,16 @@ def recipe():
         "isolated_kl_nats": [0.001 * (i + 1) for i in range(8)],
         "rho_reliability": 0.412,
         "cv_r2": {"additive": 0.9712, "coverage": 0.9801},
+        "curve": [
+            {
+                "share": 0.25 * i,
+                "num_units": 2 * i,
+                "kl_mean_nats": 0.01 * i,
+                "kl_mean_nats_low": 0.009 * i,
+                "kl_mean_nats_high": 0.012 * i,
+            }
+            for i in range(1, 5)
+        ],
         "moves": [{"kept": True}, {"kept": False}, {"kept": False}],
         "plan": {"precision": {"layers.0.qkv": "nvfp4", "layers.1.o": "fp8"}},
     }
@@ -110,10 +137,10 @@ def test_every_text_has_a_row_with_intervals(page):
 
 
 def test_proposals_are_predicted_and_measured(page):
-    (line,) = [line for line in page.splitlines() if line.startswith("| isolated |")]
+    (line,) = [line for line in page.splitlines() if line.startswith("| isolated | 2 |")]
     assert "0.0201" in line
     assert "0.0312 (0.0302-0.0322)" in line
-    (line,) = [line for line in page.splitlines() if line.startswith("| random |")]
+    (line,) = [line for line in page.splitlines() if line.startswith("| random | 2 |")]
     assert "not measured" in line
     assert "additive 0.971, coverage 0.980" in page
     assert "tried from the best proposal: 3, kept: 1" in page
@@ -130,3 +157,37 @@ def test_layers_that_are_chosen_whole_are_drawn_too(tmp_path, recipe, fidelity):
     recipe |= {"units": units, "isolated_kl_nats": [0.01, 0.02], "chosen": [1]}
     quantization.write_page(tmp_path, "mine", recipe, fidelity)
     assert (tmp_path / "quantization.png").exists()
+
+
+def test_the_chosen_set_is_compared_with_others(page):
+    (line,) = [line for line in page.splitlines() if line.startswith("| random | 8 |")]
+    assert "0.0391 | 0.545 (0.535-0.555)" in line
+    (line,) = [line for line in page.splitlines() if line.startswith("| amax | 1 |")]
+    assert "0.0288" in line
+
+
+def test_other_budgets_have_their_cost(page, tmp_path):
+    table = page.partition("## What other budgets cost")[2]
+    assert "| 75.0 % | 6 | 0.0300 (0.0270-0.0360) |" in table
+    assert (tmp_path / "budgets.png").stat().st_size > 1000
+
+
+def test_budgets_that_were_not_measured_are_said_to_be(tmp_path, recipe, fidelity):
+    quantization.write_page(tmp_path, "mine", recipe | {"curve": []}, fidelity)
+    assert "Other budgets: not measured." in (tmp_path / "quantization.md").read_text()
+
+
+def test_a_given_speculator_has_its_change(tmp_path, recipe, fidelity):
+    row = {
+        "component": "coding",
+        "num_draft_tokens": 4,
+        "num_prompts": 30,
+        "acceptance_length_before": 1.756,
+        "acceptance_length_after": 1.701,
+        "acceptance_length_change": -0.0313,
+        "acceptance_length_change_low": -0.0489,
+        "acceptance_length_change_high": 0.0021,
+    }
+    quantization.write_page(tmp_path, "mine", recipe, fidelity | {"acceptance": [row]})
+    page = (tmp_path / "quantization.md").read_text()
+    assert "| coding | 4 | 30 | 1.756 | 1.701 | -3.1 (-4.9 to +0.2) |" in page.replace("\\", "")

@@ -41,6 +41,11 @@ def write_job(sweep, root, number, selector, share, kl, *, rejected):
     fidelity = {
         "rows": [{"text": "calibration"}, {"text": "selection"}, figures(kl)],
         "broken_limits": {"strict": ["kl"], "production": broken},
+        "comparisons": [
+            {"against": against, "kl_ratio": ratio, "kl_ratio_low": ratio, "kl_ratio_high": ratio}
+            for against, ratio in (("isolated", 0.91), ("random", 0.62), ("amax", 0.83))
+            if selector == "portfolio" or against == "amax"
+        ],
     }
     (artifact / "fidelity.json").write_text(json.dumps(fidelity))
 
@@ -79,6 +84,14 @@ def test_jobs_stand_in_order_of_their_share_with_their_figures(page):
     assert "50.0 %" in line
     assert "10.25" in line
     assert "0.0370 (0.0333" in line
+
+
+def test_jobs_are_held_against_other_sets_and_scales(page):
+    markdown, _ = page
+    cells = rows_of(markdown)["2"].split(" | ")
+    assert [cell[:5] for cell in cells[-5:-2]] == ["0.910", "0.620", "0.830"]
+    cells = rows_of(markdown)["0"].split(" | ")
+    assert [cell[:5] for cell in cells[-5:-2]] == ["not m", "not m", "0.830"]
 
 
 def test_gates_say_who_was_rejected(page):

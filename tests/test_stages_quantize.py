@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import tiny_quantized
 import tiny_runs
 import tiny_targets
 import torch
@@ -21,27 +22,12 @@ from specfit.targets.locate import locate
 from specfit_kernels.nvfp4 import FP4Tensor
 from specfit_kernels.nvfp4 import quantize as nvfp4_quantize
 
-SMALL = [
-    "stage=quantize",
-    "data.num_train=16",
-    "quantize.budget=0.5",
-    "quantize.num_passages=3",
-    "quantize.context_tokens=6",
-    "quantize.counted_tokens=6",
-    "quantize.batch_size=2",
-    "quantize.sets_per_unit=1",
-    "quantize.num_random=1",
-    "quantize.gate=report",
-]
 FIGURES = ("kl_mean_nats", "kl_p99_nats", "top1_agreement", "perplexity_change")
 
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("quantize")
-    target = tiny_targets.write_target(folder / "target", "llama")
-    data = tiny_targets.write_conversations(folder / "data.jsonl", 60)
-    return tiny_runs.overrides(folder / "root", target, data, *SMALL)
+    return tiny_quantized.overrides(tmp_path_factory.mktemp("quantize"))
 
 
 @pytest.fixture(scope="module")

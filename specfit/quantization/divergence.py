@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from tqdm import tqdm
 
 from specfit.quantization.fidelity import TokenFigures
 from specfit.quantization.gram import GramSum
@@ -185,7 +186,8 @@ class ModelDivergence:
         num_groups = len(self.groups)
         halves = GramSum(num_groups), GramSum(num_groups)
         num_sequences = 0
-        for reference in self._reference[Text.calibration]:
+        batches = self._reference[Text.calibration]
+        for reference in tqdm(batches, unit="batch", desc="quantize: units together"):
             moved = torch.stack([self._last(reference, group) for group in self.groups])
             for i, log_p in enumerate(reference.log_probs):
                 step = max(1, CHUNK_LOGITS // (num_groups * log_p.shape[-1]))

@@ -33,6 +33,7 @@ class Acceptance:
 
     rows: list[Row]
     differences: list[Row]
+    heads: list[Row]  # the fitted head in place of each other one, on the same prompts
     confidence: Number | None
     device: str | None
     num_threads: int | None
@@ -49,6 +50,7 @@ class Acceptance:
         return cls(
             record["rows"],
             record.get("differences", []),
+            record.get("heads", []),
             record.get("confidence"),
             record.get("device"),
             record.get("num_threads"),

@@ -71,6 +71,12 @@ def share(value: Number | None) -> str:
     return NOT_MEASURED if value is None else f"{100 * value:.1f} %"
 
 
+def percent_change(row: Mapping[str, Any], key: str) -> str:
+    """A relative change with its interval, in percent, signs shown."""
+    value, low, high = (100 * row[f"{key}{end}"] for end in ("", "_low", "_high"))
+    return f"{value:+.1f} ({low:+.1f} to {high:+.1f})"
+
+
 def duration(seconds: Number | None) -> str:
     """Seconds, in the largest unit that leaves at least two."""
     if seconds is None:

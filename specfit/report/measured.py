@@ -6,7 +6,15 @@ from typing import Any
 
 from specfit.report.acceptance import PLAIN, Acceptance, Row, Traffic
 from specfit.report.document import Block, Cell, Column, Image, Section, Table, Text
-from specfit.report.figures import DASH, NOT_MEASURED, estimate, number, share, yes_no
+from specfit.report.figures import (
+    DASH,
+    NOT_MEASURED,
+    estimate,
+    number,
+    percent_change,
+    share,
+    yes_no,
+)
 
 MAX_DIFFERENCES = 100  # rows on the page; report.json holds all
 
@@ -26,6 +34,8 @@ def sections(measured: Acceptance, images: dict[str, Image]) -> list[Section]:
         _speed(measured, images),
         _equality(measured),
     ]
+    if measured.heads:
+        found.insert(1, _heads(measured))
     if any(row.get("by_context") for row in measured.rows):
         found.append(_context(measured, images))
     return found
@@ -78,6 +88,31 @@ def _acceptance(measured: Acceptance, images: dict[str, Image]) -> Section:
         _rows(measured, cells),
     )
     return Section("Acceptance", [*_pictures(images, "acceptance_length"), table])
+
+
+def _heads(measured: Acceptance) -> Section:
+    cells: list[list[Cell]] = [
+        [
+            row["component"],
+            "own" if row["temperature"] is None else f"{row['temperature']:g}",
+            number(row["num_draft_tokens"]),
+            row["instead_of"],
+            number(row["num_prompts"]),
+            number(row["acceptance_length_before"], 3),
+            number(row["acceptance_length_after"], 3),
+            percent_change(row, "acceptance_length_change"),
+        ]
+        for row in measured.heads
+    ]
+    titles = ["prompts", "of that head", f"of {measured.head}", "change, %"]
+    table = Table(
+        f"Acceptance length of another head and of {measured.head}, the fitted one, on the same "
+        "prompts of the served target; what the fitted one changes, with the interval of pairs. "
+        "full_precision: fitted in the same way to the target before it was quantized.",
+        [*SETTING[:3], Column("instead of"), *(Column(title, numeric=True) for title in titles)],
+        cells,
+    )
+    return Section("Fitted head and other heads", [table])
 
 
 def _positions(measured: Acceptance, images: dict[str, Image]) -> Section:

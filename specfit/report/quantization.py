@@ -20,9 +20,10 @@ from specfit.report.document import (
     Table,
     Text,
 )
-from specfit.report.figures import NOT_MEASURED, estimate, number, share
+from specfit.report.figures import NOT_MEASURED, estimate, number, percent_change, share
 
 Record = dict[str, Any]
+ENDS = ("", "_low", "_high")
 
 TERMS = {
     "KL": "Kullback-Leibler divergence of the quantized target's next-token distribution from that "
@@ -33,6 +34,8 @@ TERMS = {
     "Predictions are fitted to the calibration text, sets chosen on the selection text, and the "
     "report text is used for nothing else. No two share a conversation.",
     "noise": "The target as it came against itself in batches of another shape.",
+    "acceptance length": "Mean tokens emitted per round of drafting and verifying, the target's "
+    "own included.",
 }
 
 
@@ -51,7 +54,8 @@ def sections(folder: Path, recipe: Record, fidelity: Record) -> list[Section]:
     """Fidelity with its gates, and the choice of units; plots go to `folder`."""
     return [
         Section("Fidelity of the quantized target", _fidelity(recipe, fidelity)),
-        Section("What was quantized", _choice(folder, recipe)),
+        Section("What was quantized", _choice(folder, recipe, fidelity)),
+        Section("What other budgets cost", _budgets(folder, recipe)),
     ]
 
 
@@ -116,10 +120,36 @@ def _fidelity(recipe: Record, fidelity: Record) -> list[Block]:
                 f"{number(rollouts['first_differing_token_median'])}."
             )
         )
+    if fidelity["acceptance"]:
+        blocks.append(_acceptance(fidelity["acceptance"]))
     return [*blocks, Definitions(TERMS)]
 
 
-def _choice(folder: Path, recipe: Record) -> list[Block]:
+def _acceptance(changes: Sequence[Record]) -> Table:
+    return Table(
+        "Acceptance length of the given speculator on held-out conversations, drafted for the "
+        "target as it came and for the quantized one; the change with its 95 % interval over "
+        "prompts, which are the same on both sides.",
+        [
+            Column("component"),
+            *(Column(title, numeric=True) for title in ("k", "prompts", "before", "after")),
+            Column("change, %", numeric=True),
+        ],
+        [
+            [
+                row["component"],
+                number(row["num_draft_tokens"]),
+                number(row["num_prompts"]),
+                number(row["acceptance_length_before"], 3),
+                number(row["acceptance_length_after"], 3),
+                percent_change(row, "acceptance_length_change"),
+            ]
+            for row in changes
+        ],
+    )
+
+
+def _choice(folder: Path, recipe: Record, fidelity: Record) -> list[Block]:
     rows: list[list[Cell]] = [
         [
             row["proposer"],
@@ -155,6 +185,75 @@ def _choice(folder: Path, recipe: Record) -> list[Block]:
             "Reliability of the correlations between units, by halves of the text: "
             f"{NOT_MEASURED if reliability is None else number(reliability, 2)}. Small moves "
             f"tried from the best proposal: {len(moves)}, kept: {kept}."
+        ),
+        *_comparisons(fidelity["comparisons"]),
+    ]
+
+
+def _comparisons(comparisons: Sequence[Record]) -> list[Block]:
+    if not comparisons:
+        return []
+    return [
+        Table(
+            "What was chosen against what else could have been, on the report text: KL of those "
+            "sets (a mean over them) and of the chosen set over it, below 1 where it loses less; "
+            "95 % intervals over conversations, the same on both sides. amax: the same units, "
+            "with the scales that other engines compute.",
+            [
+                Column("against"),
+                *(Column(title, numeric=True) for title in ("sets", "KL of those", "KL over it")),
+            ],
+            [
+                [
+                    row["against"],
+                    number(row["num_sets"]),
+                    number(row["kl_mean_nats"], 4),
+                    estimate(row, "kl_ratio", 3),
+                ]
+                for row in comparisons
+            ],
+        )
+    ]
+
+
+def _budgets(folder: Path, recipe: Record) -> list[Block]:
+    """The curve, and where the sets that were measured lie beside it."""
+    curve = recipe["curve"]
+    if not curve:
+        return [Text(f"Other budgets: {NOT_MEASURED}.")]
+    with matplotlib.rc_context(plots.STYLE):
+        figure = Figure(figsize=(plots.WIDTH, 3.2), layout="constrained")
+        axes = figure.subplots()
+        shares = [100 * point["share"] for point in curve]
+        kl, low, high = ([p[f"kl_mean_nats{end}"] for p in curve] for end in ENDS)
+        axes.plot(shares, kl, "^-", color=plots.ORANGE, label="by KL of units alone")
+        axes.vlines(shares, low, high, color=plots.ORANGE, linewidth=1)
+        *others, last = recipe["rows"]
+        for rows, look, label in (
+            (others, {"marker": "x", "color": plots.GREY}, "other sets measured"),
+            ([last], {"marker": "o", "color": plots.BLUE}, "what was chosen"),
+        ):
+            if rows:
+                at = [100 * row["share"] for row in rows]
+                axes.scatter(at, [r["measured_kl_nats"] for r in rows], label=label, **look)
+        axes.set(xlabel="weights in NVFP4, %", ylabel="KL, nats a token", ylim=(0, None))
+        axes.grid(axis="y")
+        axes.legend()
+    plots.save(folder / "budgets.png", figure)
+    rows_: list[list[Cell]] = [
+        [share(p["share"]), number(p["num_units"]), estimate(p, "kl_mean_nats", 4)] for p in curve
+    ]
+    return [
+        Image(
+            "budgets.png",
+            "Line plot of mean KL over the share of weights in NVFP4.",
+            "Mean KL on the selection text as the budget grows, units of least KL a byte alone "
+            "first; beside it the sets that were measured for this budget.",
+        ),
+        Table(
+            "The same in numbers.",
+            [Column(title, numeric=True) for title in ("weights in NVFP4", "units", "KL, mean")],
+            rows_,
         ),
     ]
 

@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 
 from specfit.report import plots
 from specfit.report.document import Block, Cell, Column, Image, Section, Table
-from specfit.report.figures import estimate, number, share
+from specfit.report.figures import NOT_MEASURED, Estimate, estimate, number, share
+from specfit.report.quantization import ENDS
 
 LOOKS = {
     "portfolio": (plots.BLUE, "o"),
@@ -19,7 +20,7 @@ LOOKS = {
     "coverage": ("#cc79a7", "D"),
     "gram": ("#56b4e9", "v"),
 }
-ENDS = ("", "_low", "_high")
+AGAINST = ("isolated", "random", "amax")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,14 @@ class QuantizedJob:
     bits_per_weight: float
     report: dict[str, Any]  # the figures on text that nothing was chosen by
     broken: dict[str, list[str]]  # by gate
+    comparisons: list[dict[str, Any]]  # on the same text, with other sets and scales
+
+    def over(self, against: str) -> Estimate | str:
+        """KL of this target over that of what else could have been chosen."""
+        for row in self.comparisons:
+            if row["against"] == against:
+                return estimate(row, "kl_ratio", 3)
+        return NOT_MEASURED
 
 
 def read_quantized(jobs: list[Path]) -> list[QuantizedJob]:
@@ -51,6 +60,7 @@ def section(folder: Path, jobs: list[QuantizedJob]) -> Section:
             estimate(job.report, "kl_mean_nats", 4),
             estimate(job.report, "top1_agreement", 3),
             estimate(job.report, "perplexity_change", 4),
+            *(job.over(against) for against in AGAINST),
             *("rejected" if broken else "passed" for broken in job.broken.values()),
         ]
         for job in jobs
@@ -61,11 +71,13 @@ def section(folder: Path, jobs: list[QuantizedJob]) -> Section:
         _plot(folder, jobs),
         Table(
             "Each job's checkpoint on text that nothing was chosen by; KL in nats a token, with "
-            "95 % intervals over conversations.",
+            "95 % intervals over conversations. KL over that of the sets chosen by the units' KL "
+            "alone, of random sets, and of the same units with amax scales: below 1 is better.",
             [
                 Column("job"),
                 Column("selector"),
                 *(Column(title, numeric=True) for title in titles),
+                *(Column(name, numeric=True, group="KL over that of") for name in AGAINST),
                 *(Column(f"gate {gate}") for gate in gates),
             ],
             cells,
@@ -92,6 +104,7 @@ def _read(folder: Path) -> QuantizedJob | None:
         recipe["bits_per_weight"],
         report,
         fidelity["broken_limits"],
+        fidelity["comparisons"],
     )
 
 

@@ -12,7 +12,7 @@ from specfit.report.definitions import definitions
 from specfit.report.document import Document
 from specfit.report.sweep import write_sweep
 
-VERSION = 4
+VERSION = 5
 
 log = logging.getLogger(__name__)
 
