@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specfit.quantization.gram import GramSum
-from specfit.quantization.measured import Text
+from specfit.quantization.measured import Text, UnitsAlone
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Journal:
 
 
 class SyntheticTarget:
-    """Two texts, independent draws of the same statistics, and their exact divergences.
+    """Texts, independent draws of the same statistics, and their exact divergences.
 
     Args:
         scales: size of each unit's perturbation; alone its KL is near scale² / 2.
@@ -79,17 +79,24 @@ class SyntheticTarget:
         by_token = (log_probs.exp() * (log_probs - quantized)).sum(-1)
         return by_token.reshape(self._num_sequences, -1).mean(1)
 
-    def gram(self) -> tuple[Tensor, Tensor]:
-        """G of the halves of the calibration text."""
+    num_parts = 1
+
+    def alone(self, part: int) -> UnitsAlone:
+        """Each unit's KL, and G of the halves of the text of units."""
+        assert part == 0
         halves = []
         for tokens in torch.arange(self._num_sequences * 32).chunk(2):
             half = GramSum(len(self.costs))
-            half.add(
-                self.log_probs[Text.calibration][tokens],
-                self.perturbations[Text.calibration][:, tokens],
-            )
-            halves.append(half.mean)
-        return halves[0], halves[1]
+            half.add(self.log_probs[Text.units][tokens], self.perturbations[Text.units][:, tokens])
+            halves.append(half)
+        units = torch.eye(len(self.costs), dtype=torch.bool)
+        kl = torch.stack([self.kl(unit, Text.units) for unit in units])
+        sums = torch.stack([half.sum for half in halves])
+        return UnitsAlone(kl, sums, (halves[0].num_tokens, halves[1].num_tokens))
+
+    def gram(self) -> tuple[Tensor, Tensor]:
+        """G on the halves."""
+        return self.alone(0).gram_halves
 
 
 def mixed_units(seed: int, num_units: int = 8, **changes: Any) -> SyntheticTarget:

@@ -8,7 +8,7 @@ from tiny_architectures import random_tokens, tiny
 from torch import nn
 
 from specfit.quantization.divergence import ModelDivergence, Passages
-from specfit.quantization.measured import Divergence, Text
+from specfit.quantization.measured import Divergence, Text, UnitsAlone
 from specfit.quantization.switch import UnitSwitch
 from specfit.quantization.units import Unit
 from specfit.targets.target import Target
@@ -39,7 +39,11 @@ def passages(num=5, context=6, counted=7):
 
 def measuring(target, batch_size=2, input_scales=None):
     switch = UnitSwitch(target, rule=ScaleRule.search, input_scales=input_scales)
-    texts = {Text.calibration: passages()[1], Text.selection: passages(3)[1]}
+    texts = {
+        Text.units: passages()[1],
+        Text.calibration: passages()[1],
+        Text.selection: passages(3)[1],
+    }
     groups = [[unit] for unit in switch.units]
     return ModelDivergence(target, switch, texts, groups=groups, batch_size=batch_size)
 
@@ -172,10 +176,15 @@ def test_the_batch_does_not_change_a_divergence(batch_size):
     )
 
 
+def alone(divergence):
+    """All parts of the text of units, which is the calibration text again."""
+    return UnitsAlone.joined([divergence.alone(i) for i in range(divergence.num_parts)])
+
+
 def test_gram_is_the_covariance_of_logit_changes():
     target = own("llama")
     divergence = measuring(target)
-    half_a, half_b = divergence.gram()
+    half_a, half_b = alone(divergence).gram_halves
     conversations, _ = passages()
     units = divergence.switch.units
     sums = torch.zeros(2, len(units), len(units), dtype=torch.float64)
@@ -201,11 +210,13 @@ def test_gram_is_the_covariance_of_logit_changes():
 
 def test_one_units_gram_is_twice_its_divergence():
     divergence = measuring(own("llama"))
-    half_a, half_b = divergence.gram()
-    mean = (half_a * 3 + half_b * 2) / 5  # three sequences of five are in the first half
+    found = alone(divergence)
+    assert found.num_tokens == (21, 14)  # of three sequences of five, and of two
+    mean = found.gram_sums.sum(0) / 35
     for i, unit in enumerate(divergence.switch.units[:4]):
-        kl = float(divergence.kl(mask(divergence, unit), Text.calibration).mean())
-        assert float(mean[i, i]) / 2 == pytest.approx(kl, rel=0.1)
+        kl = divergence.kl(mask(divergence, unit), Text.calibration)
+        torch.testing.assert_close(found.kl_nats[i], kl.double(), rtol=1e-3, atol=1e-7)
+        assert float(mean[i, i]) / 2 == pytest.approx(float(kl.mean()), rel=0.1)
 
 
 def test_groups_of_units_are_chosen_together():

@@ -93,7 +93,7 @@ def test_second_order_is_within_a_tenth_of_a_small_kl(seed):
     sets = torch.tensor([[bool(i >> unit & 1) for unit in range(6)] for i in range(1, 64)])
     half_a, half_b = target.gram()
     predicted = form((half_a + half_b) / 2, sets)
-    measured = torch.stack([target.kl(chosen, Text.calibration).mean() for chosen in sets])
+    measured = torch.stack([target.kl(chosen, Text.units).mean() for chosen in sets])
     small = measured <= 0.01
     assert float(measured[small].max()) > 0.008
     assert float((predicted / measured - 1)[small].abs().max()) < 0.1

@@ -1,6 +1,7 @@
 """The choice of units on targets whose best sets are known."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -100,11 +101,11 @@ def test_a_selector_alone_returns_its_proposal_measured(selector, budget):
 def test_a_selector_alone_measures_no_more_than_it_needs():
     target = mixed_units(0)
     chosen_by(Selector.isolated, target, Budget(min_share=0.5))
-    assert [len(ids) for ids, text in target.calls if text is Text.calibration] == [1] * 8
+    assert [len(ids) for ids, text in target.calls if text is Text.units] == [1] * 8
     assert len(target.calls) == 8 + 1
     target.calls.clear()
     chosen_by(Selector.coverage, target, Budget(min_share=0.5))
-    assert len([ids for ids, text in target.calls if text is Text.calibration]) == 8 + 4 * 8
+    assert len([ids for ids, text in target.calls if text is Text.calibration]) == 4 * 8
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -127,7 +128,12 @@ def test_a_portfolio_is_no_worse_than_any_of_its_rows_that_meet_the_budget(budge
 @pytest.mark.parametrize(("seed", "budget"), [(6, BUDGETS[0]), (4, BUDGETS[1])])
 def test_where_no_proposal_is_best_moves_lead_on_from_one(seed, budget, monkeypatch):
     target = mixed_units(seed)
-    monkeypatch.setattr(target, "gram", lambda: (torch.eye(8), torch.eye(8)))  # knows nothing
+    alone = target.alone
+
+    def know_no_pairs(part):
+        return replace(alone(part), gram_sums=torch.eye(8).double().expand(2, 8, 8))
+
+    monkeypatch.setattr(target, "alone", know_no_pairs)
     selection = chosen_by(Selector.portfolio, target, budget)
     kept = [move for move in selection.moves if move.kept]
     assert len(kept) > 1
@@ -216,7 +222,7 @@ def test_one_unit_is_a_problem_too(budget):
 def test_each_unit_alone_is_reported_and_so_is_how_well_models_explain_sets():
     target = mixed_units(0)
     selection = chosen_by(Selector.portfolio, target, Budget(min_share=0.5))
-    expected = [float(target.kl(s, Text.calibration).mean()) for s in torch.eye(8).bool()]
+    expected = [float(target.kl(s, Text.units).mean()) for s in torch.eye(8).bool()]
     assert list(selection.isolated_kl_nats) == pytest.approx(expected)
     assert set(selection.cv_r2) == {s.name for s in ALONE}
     # Planted correlations of up to ±0.9, on 256 tokens a half: nearly all of it is signal.
@@ -278,6 +284,6 @@ def test_too_few_sets_are_refused(settings, message):
 
 def test_a_divergence_that_is_not_finite_is_refused_with_its_units():
     target = mixed_units(0)
-    target.perturbations[Text.calibration][4] = torch.nan
+    target.perturbations[Text.units][4] = torch.nan
     with pytest.raises(ValueError, match=r"KL of units \[4\] must be finite, got \[nan"):
         chosen_by(Selector.isolated, target, BUDGETS[0])

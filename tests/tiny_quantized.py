@@ -10,6 +10,7 @@ SMALL = [
     "data.num_train=16",
     "quantize.budget=0.5",
     "quantize.num_passages=3",
+    "quantize.num_unit_passages=4",
     "quantize.context_tokens=6",
     "quantize.counted_tokens=6",
     "quantize.batch_size=2",

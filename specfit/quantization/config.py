@@ -77,8 +77,10 @@ class QuantizeConfig:
     cotune: bool = False  # learn a factor on the scale of each quantized matrix
     gate: Gate = Gate.production
     # The target's own answers to training prompts, as many for each of three texts: one to fit
-    # predictions to, one to choose by, one to report on.
+    # predictions of sets to, one to choose by, one to report on.
     num_passages: int = 32
+    # And more, for what units do alone and in pairs: signs of pairs take thousands of tokens.
+    num_unit_passages: int = 96
     context_tokens: int = 64  # of a passage's prompt, from its end
     counted_tokens: int = 64  # of its answer, from its beginning
     batch_size: int = 8  # passages a forward pass
@@ -94,7 +96,9 @@ class QuantizeConfig:
         for name in ("num_random", "curve_points"):
             value = getattr(self, name)
             require(value >= 0, f"quantize.{name}", "be at least 0", value)
-        require(self.num_passages >= 2, "quantize.num_passages", "be at least 2", self.num_passages)
+        for name in ("num_passages", "num_unit_passages"):
+            value = getattr(self, name)
+            require(value >= 2, f"quantize.{name}", "be at least 2", value)
         if self.budget is not None:
             self._check_budget(self.budget)
 

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from tqdm import tqdm
 
 from specfit.quantization.fidelity import TokenFigures
 from specfit.quantization.gram import GramSum
-from specfit.quantization.measured import Text
+from specfit.quantization.measured import Text, UnitsAlone
 from specfit.quantization.switch import UnitSwitch
 from specfit.quantization.units import Unit
 from specfit.targets.target import Target
@@ -97,10 +96,13 @@ class ModelDivergence:
         self.costs = torch.tensor(sizes, dtype=torch.float64)
         switch.choose([])
         self._latest: dict[int, tuple[frozenset[Unit], list[Tensor]]] = {}
-        self._reference = {
+        self._reference: dict[Text, list[_Reference]] = {
             text: [self._read(part) for part in passages.split(batch_size)]
             for text, passages in texts.items()
+            if text is not Text.units
         }
+        # That one is long, and read once only, a batch at a time.
+        self._units_text = texts[Text.units].split(batch_size) if Text.units in texts else []
 
     @property
     def names(self) -> list[str]:
@@ -180,32 +182,37 @@ class ModelDivergence:
         log_q = self.target.logits(last).log_softmax(-1)
         return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
 
+    @property
+    def num_parts(self) -> int:
+        """See `Divergence.num_parts`: batches."""
+        return len(self._units_text)
+
     @torch.no_grad()
-    def gram(self) -> tuple[Float[Tensor, "units units"], Float[Tensor, "units units"]]:
-        """See `Divergence.gram`; sequences go to the halves in turn."""
+    def alone(self, part: int) -> UnitsAlone:
+        """See `Divergence.alone`; sequences go to the halves in turn."""
         num_groups = len(self.groups)
         halves = GramSum(num_groups), GramSum(num_groups)
-        num_sequences = 0
-        batches = self._reference[Text.calibration]
-        for reference in tqdm(batches, unit="batch", desc="quantize: units together"):
-            moved = torch.stack([self._last(reference, group) for group in self.groups])
-            for i, log_p in enumerate(reference.log_probs):
-                step = max(1, CHUNK_LOGITS // (num_groups * log_p.shape[-1]))
-                plain = reference.entering[-1][i, -len(log_p) :]
-                for first in range(0, len(log_p), step):
-                    rows = slice(first, first + step)
-                    change = self.target.logits(moved[:, i, rows]) - self.target.logits(plain[rows])
-                    halves[num_sequences % 2].add(log_p[rows], change)
-                num_sequences += 1
+        reference = self._read(self._units_text[part])
+        moved = torch.stack([self._last(reference, group, keep=False) for group in self.groups])
+        kl = torch.zeros(num_groups, len(moved[0]), dtype=torch.float64)
+        for i, log_p in enumerate(reference.log_probs):
+            step = max(1, CHUNK_LOGITS // (num_groups * log_p.shape[-1]))
+            plain = reference.entering[-1][i, -len(log_p) :]
+            for first in range(0, len(log_p), step):
+                rows = slice(first, first + step)
+                change = self.target.logits(moved[:, i, rows]) - self.target.logits(plain[rows])
+                kl[:, i] += halves[i % 2].add(log_p[rows], change) / len(log_p)
         self.switch.choose([])
-        return halves[0].mean, halves[1].mean
+        sums = torch.stack([half.sum for half in halves])
+        return UnitsAlone(kl, sums, (halves[0].num_tokens, halves[1].num_tokens))
 
     def _last(
-        self, reference: _Reference, units: Collection[Unit]
+        self, reference: _Reference, units: Collection[Unit], *, keep: bool = True
     ) -> Float[Tensor, "sequences counted hidden"]:
         """The states before the final norm where something counts, with `units` quantized.
 
-        The pass starts where it first differs from the target as it is, or from the latest set.
+        The pass starts where it first differs from the target as it is, or from the latest set,
+        which this one becomes unless it is not to be kept.
         """
         self.switch.choose(units)
         chosen = frozenset(units)
@@ -223,7 +230,7 @@ class ModelDivergence:
         states = entering[:layer] + self.target.states_from(
             layer, entering[layer], reference.input_ids, reference.valid
         )
-        if inference:
+        if inference and keep:
             self._latest[id(reference)] = (chosen, states)
         return states[-1][:, -reference.log_probs.shape[1] :]
 

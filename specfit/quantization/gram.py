@@ -16,33 +16,38 @@ from torch import Tensor
 
 
 class GramSum:
-    """G over tokens that come in chunks; products in float32, their sum over tokens in float64."""
+    """G over tokens that come in chunks; products in float32, sums over tokens in float64."""
 
     def __init__(self, num_units: int) -> None:
         self.num_tokens = 0
-        self._sum = torch.zeros(num_units, num_units, dtype=torch.float64)
+        self.sum = torch.zeros(num_units, num_units, dtype=torch.float64)
 
     def add(
         self,
         log_probs: Float[Tensor, "tokens vocab"],
         perturbations: Float[Tensor, "units tokens vocab"],
-    ) -> None:
+    ) -> Float[Tensor, " units"]:
         """Some tokens more: the target's log-probabilities and δ of every unit.
 
-        Takes twice the memory of `perturbations` beside it; chunks are for the caller to cut.
+        Returns the sum over these tokens of each unit's KL alone, exactly and not to second order:
+        log E[exp(δ - E δ)], expectations under p. Takes twice the memory of `perturbations` beside
+        it; chunks are for the caller to cut.
         """
         probs = log_probs.float().exp()
         moved = perturbations.float()
         moved = moved - torch.einsum("tv,utv->ut", probs, moved)[..., None]
+        # Through exp(x) - 1, since what is summed may be far below float32's step at 1.
+        excess = torch.einsum("tv,utv->ut", probs, moved.expm1()).double()
         moved *= probs.sqrt()
         by_token = moved.transpose(0, 1)
-        self._sum += (by_token @ by_token.mT).double().sum(0).cpu()
+        self.sum += (by_token @ by_token.mT).double().sum(0).cpu()
         self.num_tokens += log_probs.shape[0]
+        return excess.log1p().sum(1).cpu()
 
     @property
     def mean(self) -> Float[Tensor, "units units"]:
         """G; nan before the first token."""
-        return self._sum / self.num_tokens
+        return self.sum / self.num_tokens
 
 
 def correlations(gram: Float[Tensor, "units units"]) -> Float[Tensor, "units units"]:

@@ -1,6 +1,7 @@
 """Measured divergences: each set on each text once, whatever asks for it and however often."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from math import isfinite
 from typing import Protocol, runtime_checkable
@@ -17,9 +18,51 @@ from specfit_serve.bootstrap import percentiles, resamples
 class Text(Enum):
     """What a divergence is measured on; no two share a conversation."""
 
-    calibration = 1  # what predictions are fitted to
+    units = 0  # what units alone do, and in pairs: long, since signs of pairs are faint
+    calibration = 1  # what predictions of sets are fitted to
     selection = 2  # what decides
     report = 3  # what is published: nothing was chosen by it
+
+
+@dataclass(frozen=True)
+class UnitsAlone:
+    """What quantizing each unit alone does on a part of the text of units."""
+
+    kl_nats: Float[Tensor, "units sequences"]  # means over tokens
+    gram_sums: Float[Tensor, "2 units units"]  # of two halves of the sequences; see gram.py
+    num_tokens: tuple[int, int]  # in the halves
+
+    @property
+    def mean_kl_nats(self) -> Float[Tensor, " units"]:
+        """A unit's, over the whole text."""
+        return self.kl_nats.mean(1)
+
+    @property
+    def gram_halves(self) -> tuple[Float[Tensor, "units units"], Float[Tensor, "units units"]]:
+        """G on each half of the text."""
+        first, second = self.gram_sums
+        return first / self.num_tokens[0], second / self.num_tokens[1]
+
+    def to_list(self) -> list[float]:
+        """For a journal."""
+        sums = [*self.kl_nats.flatten().tolist(), *self.gram_sums.flatten().tolist()]
+        return [float(n) for n in (*self.kl_nats.shape, *self.num_tokens)] + sums
+
+    @classmethod
+    def from_list(cls, values: list[float]) -> "UnitsAlone":
+        """What `to_list` gave."""
+        num_units, num_sequences, *num_tokens = (int(n) for n in values[:4])
+        rest = torch.tensor(values[4:], dtype=torch.float64)
+        kl = rest[: num_units * num_sequences].view(num_units, num_sequences)
+        sums = rest[num_units * num_sequences :].view(2, num_units, num_units)
+        return cls(kl, sums, (num_tokens[0], num_tokens[1]))
+
+    @classmethod
+    def joined(cls, parts: "Sequence[UnitsAlone]") -> "UnitsAlone":
+        """Of all parts."""
+        first, second = (sum(part.num_tokens[i] for part in parts) for i in (0, 1))
+        sums = torch.stack([part.gram_sums for part in parts]).sum(0)
+        return cls(torch.cat([part.kl_nats for part in parts], dim=1), sums, (first, second))
 
 
 @runtime_checkable
@@ -37,8 +80,12 @@ class Divergence(Protocol):
         is on the CPU.
         """
 
-    def gram(self) -> tuple[Float[Tensor, "units units"], Float[Tensor, "units units"]]:
-        """G (gram.py) on the two halves of the calibration text."""
+    @property
+    def num_parts(self) -> int:
+        """In which the text of units is read."""
+
+    def alone(self, part: int) -> UnitsAlone:
+        """What each unit alone does on a part of that text."""
 
 
 @runtime_checkable
@@ -113,17 +160,28 @@ class Measured:
             found[i] = self.mean(listed[i], text)
         return found
 
-    def gram(self) -> tuple[Float[Tensor, "units units"], Float[Tensor, "units units"]]:
-        """The two halves of G, in float64."""
-        num_units = len(self.costs)
-        values = self._journal.get("gram")
+    def alone(self) -> UnitsAlone:
+        """What each unit alone does on the text of units."""
+        values = self._journal.get("alone")
         if values is None:
-            halves = [half.double().flatten().tolist() for half in self._divergence.gram()]
-            values = halves[0] + halves[1]
-            self._journal.put("gram", values)
-        both = torch.tensor(values, dtype=torch.float64).reshape(2, num_units, num_units)
-        ordered = both[:, self._order][:, :, self._order]
-        return ordered[0], ordered[1]
+            parts = []
+            for i in tqdm(range(self._divergence.num_parts), unit="part", desc="quantize: units"):
+                values = self._journal.get(f"alone {i}")
+                if values is None:
+                    values = self._divergence.alone(i).to_list()
+                    self._journal.put(f"alone {i}", values)
+                parts.append(UnitsAlone.from_list(values))
+            values = UnitsAlone.joined(parts).to_list()
+            self._journal.put("alone", values)
+        found = UnitsAlone.from_list(values)
+        finite = found.kl_nats.isfinite().all(1)
+        if not finite.all():
+            unit = int(finite.logical_not().nonzero()[0])
+            raise ValueError(
+                f"the KL of units [{unit}] must be finite, got {found.kl_nats[unit].tolist()}"
+            )
+        sums = found.gram_sums[:, self._order][:, :, self._order]
+        return UnitsAlone(found.kl_nats[self._order], sums, found.num_tokens)
 
 
 def mean_interval(values: Float[Tensor, " sequences"], seed: int) -> tuple[float, float]:

@@ -21,6 +21,7 @@ def text_settings(config: QuantizeConfig, profile: ProfileConfig, seed: int) -> 
         weights={c.name: c.weight for c in profile.components},
         temperatures={c.name: c.temperature for c in profile.components},
         num_passages=config.num_passages,
+        num_unit_passages=config.num_unit_passages,
         num_context=config.context_tokens,
         num_counted=config.counted_tokens,
         seed=seed,

@@ -21,7 +21,7 @@ class Predictor:
     to_nats: Callable[[Tensor], Tensor]
 
     def __call__(self, sets: Bool[Tensor, "sets units"]) -> Float[Tensor, " sets"]:
-        """Nats a token on the calibration text."""
+        """Nats a token, of the text that the predictor knows."""
         return self.to_nats(form(self.quadratic, sets))
 
     @classmethod

@@ -32,7 +32,8 @@ class TextSettings:
 
     weights: Mapping[str, float]  # of the components, by requests
     temperatures: Mapping[str, float]
-    num_passages: int  # of each text
+    num_passages: int  # of each text but that of units
+    num_unit_passages: int
     num_context: int  # tokens of a prompt, from its end
     num_counted: int  # tokens of an answer, from its beginning; one that is shorter is passed over
     seed: int
@@ -57,11 +58,18 @@ def read_texts(
     """
     known = _read(journal)
     texts: dict[Text, list[Answered]] = {text: [] for text in Text}
-    for component, quota in _quotas(settings).items():
+    short, long = (
+        _quotas(settings, num) for num in (settings.num_passages, settings.num_unit_passages)
+    )
+    others = [text for text in Text if text is not Text.units]
+    for component, quota in short.items():
         own = [row for row in conversations if row["component"] == component]
-        found = _long_answers(journal, known, own, quota * len(texts), target, settings)
-        for i, answered in enumerate(found):
-            texts[list(Text)[i % len(texts)]].append(answered)
+        num_others = quota * len(others)
+        num_wanted = num_others + long[component]
+        found = _long_answers(journal, known, own, num_wanted, target, settings)
+        for i, answered in enumerate(found[:num_others]):
+            texts[others[i % len(others)]].append(answered)
+        texts[Text.units] += found[num_others:]
     return texts
 
 
@@ -85,10 +93,10 @@ def passages(answered: Sequence[Answered], settings: TextSettings) -> Passages:
     return Passages.of(pairs, settings.num_context, settings.num_counted)
 
 
-def _quotas(settings: TextSettings) -> dict[str, int]:
+def _quotas(settings: TextSettings, num_passages: int) -> dict[str, int]:
     total = sum(settings.weights.values())
     shares = {name: weight / total for name, weight in settings.weights.items()}
-    return {name: max(1, round(settings.num_passages * share)) for name, share in shares.items()}
+    return {name: max(1, round(num_passages * share)) for name, share in shares.items()}
 
 
 def _long_answers(
@@ -107,9 +115,9 @@ def _long_answers(
         if not rows:
             component = conversations[0]["component"] if conversations else "a component"
             raise ValueError(
-                f"quantize.num_passages must be at most a third of the answers of "
-                f"{settings.num_counted} tokens: {component} has {len(found)} of {num_wanted}; "
-                "raise data.num_train, or lower quantize.num_passages or quantize.counted_tokens"
+                "quantize.num_passages, thrice, and num_unit_passages must be at most the answers "
+                f"of {settings.num_counted} tokens: {component} has {len(found)} of {num_wanted}; "
+                "raise data.num_train, or lower them or quantize.counted_tokens"
             )
         _answer(journal, known, rows, target, settings)
         found += [a for row in rows if len((a := known[row["id"]]).answer) >= settings.num_counted]

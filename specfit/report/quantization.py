@@ -31,7 +31,8 @@ TERMS = {
     "same top token": "Share of tokens at which both have the same most likely next token.",
     "perplexity": "Its change on the text that the target as it came had written.",
     "text": "Answers of the target as it came, to prompts of the profile's training split. "
-    "Predictions are fitted to the calibration text, sets chosen on the selection text, and the "
+    "What units do alone and in pairs is measured on a text of its own, predictions of sets "
+    "are fitted to the calibration text, sets chosen on the selection text, and the "
     "report text is used for nothing else. No two share a conversation.",
     "noise": "The target as it came against itself in batches of another shape.",
     "acceptance length": "Mean tokens emitted per round of drafting and verifying, the target's "
@@ -170,7 +171,7 @@ def _choice(folder: Path, recipe: Record, fidelity: Record) -> list[Block]:
         _plot(folder, recipe),
         Table(
             "Sets of units that were measured on the selection text, by who proposed them; the "
-            "last is what was quantized. Predictions are for the calibration text.",
+            "last is what was quantized. Predictions are from other text.",
             [
                 Column("proposer"),
                 Column("units", numeric=True),
@@ -229,13 +230,14 @@ def _budgets(folder: Path, recipe: Record) -> list[Block]:
         axes.plot(shares, kl, "^-", color=plots.ORANGE, label="by KL of units alone")
         axes.vlines(shares, low, high, color=plots.ORANGE, linewidth=1)
         *others, last = recipe["rows"]
-        for rows, look, label in (
-            (others, {"marker": "x", "color": plots.GREY}, "other sets measured"),
-            ([last], {"marker": "o", "color": plots.BLUE}, "what was chosen"),
+        for rows, marker, color, label in (
+            (others, "x", plots.GREY, "other sets measured"),
+            ([last], "o", plots.BLUE, "what was chosen"),
         ):
             if rows:
                 at = [100 * row["share"] for row in rows]
-                axes.scatter(at, [r["measured_kl_nats"] for r in rows], label=label, **look)
+                kl = [row["measured_kl_nats"] for row in rows]
+                axes.scatter(at, kl, marker=marker, color=color, label=label)
         axes.set(xlabel="weights in NVFP4, %", ylabel="KL, nats a token", ylim=(0, None))
         axes.grid(axis="y")
         axes.legend()
@@ -281,8 +283,7 @@ def _plot(folder: Path, recipe: Record) -> Image:
     return Image(
         "quantization.png",
         "Bar charts of KL by layer when one unit alone is quantized, a panel a kind of unit.",
-        "KL on the calibration text when one unit alone is in NVFP4; those that were chosen are "
-        "blue.",
+        "KL on a text of its own when one unit alone is in NVFP4; those that were chosen are blue.",
     )
 
 

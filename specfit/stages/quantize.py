@@ -78,6 +78,7 @@ def run(job: QuantizeJob) -> None:
     config, target = job.config, job.target
     settings = text_settings(config, job.profile, job.seed)
     texts = texts_of(job.sensitivity.file("texts.jsonl"))
+    del texts[Text.units]  # what they did there is known
     alone = json.loads(job.sensitivity.file("sensitivity.json").read_text())
     amax = alone["input_amax"]
     divergence = divergence_of(target, config, settings, texts, amax)
@@ -90,7 +91,7 @@ def run(job: QuantizeJob) -> None:
     if not selection.chosen and config.rest is Rest.none:
         raise ValueError(
             f"quantize.budget must be a KL that some unit keeps, got {config.budget:g} nats; alone "
-            f"on the calibration text the best one costs {min(selection.isolated_kl_nats):.2g}"
+            f"the best one costs {min(selection.isolated_kl_nats):.2g}"
         )
     chosen = torch.zeros(len(divergence.groups), dtype=torch.bool)
     chosen[list(selection.chosen)] = True
@@ -246,11 +247,11 @@ def _fidelity(
 ) -> dict[str, Any]:
     """Figures of the checkpoint as it was written, read back, on each text."""
     rows = []
-    for text in Text:
+    for text in texts:
         figures = divergence.tokens_of(quantized, text)
         rows.append({"text": text.name} | figures.row(job.seed))
     report = rows[-1]
-    selection = rows[list(Text).index(Text.selection)]
+    selection = rows[list(texts).index(Text.selection)]
     # FP8 is not made in memory: there is nothing to hold it against, and a ceiling may be broken.
     wrong: list[str] = []
     if job.config.rest is Rest.none:

@@ -64,7 +64,7 @@ def run(job: SensitivityJob) -> None:
     if job.config.activations is not Activations.none:
         text = passages(texts[Text.calibration], settings)
         amax = input_amax(job.target, text.split(job.config.batch_size))
-    read = {text: texts[text] for text in (Text.calibration, Text.selection)}
+    read = {text: texts[text] for text in (Text.units, Text.selection)}
     divergence = divergence_of(job.target, job.config, settings, read, amax)
     journal = JsonlJournal(job.folder / "measured.jsonl")
     alone = measure_alone(divergence, journal)
