@@ -114,7 +114,8 @@ def test_a_portfolio_is_no_worse_than_any_of_its_rows_that_meet_the_budget(budge
     selection = chosen_by(Selector.portfolio, target, budget)
     *others, last = selection.rows
     names = [row.proposer for row in selection.rows]
-    assert sorted(names) == sorted([*(s.name for s in ALONE), *["random"] * 3, "portfolio"])
+    proposers = [*(s.name for s in ALONE), "blend", *["random"] * 3, "portfolio"]
+    assert sorted(names) == sorted(proposers)
     assert last.chosen == selection.chosen
     if budget.min_share is not None:
         assert all(row.share >= budget.min_share for row in others)

@@ -6,6 +6,7 @@ import tiny_runs
 import torch
 
 MEASURED = "measured.jsonl"
+PROPOSERS = ["isolated", "gram", "additive", "coverage"]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def test_what_was_chosen_is_compared_on_the_report_text(made):
     own = kl(recipe["chosen"])
     assert own.mean() == pytest.approx(figures["rows"][-1]["kl_mean_nats"], rel=1e-4)
     found = {row["against"]: row for row in figures["comparisons"]}
-    assert list(found) == ["isolated", "gram", "additive", "coverage", "random", "amax"]
+    assert list(found) == [*PROPOSERS, "blend", "random", "amax"]
     drawn = [row["chosen"] for row in recipe["rows"] if row["proposer"] == "random"]
     assert found["random"]["num_sets"] == len(drawn) == 2
     for against, other in (

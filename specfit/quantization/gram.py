@@ -60,14 +60,19 @@ def correlations(gram: Float[Tensor, "units units"]) -> Float[Tensor, "units uni
 def reliability(
     half_a: Float[Tensor, "units units"], half_b: Float[Tensor, "units units"]
 ) -> float:
-    """How much of rho on the whole text would be seen again on another such text: 0..1.
-
-    Spearman and Brown's 2r / (1 + r), as the whole text is twice a half. r is the agreement of the
-    halves' rho_ij, i < j, about zero and not about their mean, as zero is what they are shrunk to:
-    r = Σ ab / √(Σ a² Σ b²). 0 where all are 0, or there is one unit only.
-    """
+    """How much of the rho_ij, i < j, would be seen again on another such text; see `trust`."""
     above = torch.ones_like(half_a, dtype=torch.bool).triu(1)
-    a, b = correlations(half_a)[above].double(), correlations(half_b)[above].double()
+    return trust(correlations(half_a)[above], correlations(half_b)[above])
+
+
+def trust(half_a: Float[Tensor, " n"], half_b: Float[Tensor, " n"]) -> float:
+    """How much of what two halves of a text say would be seen again on another such text: 0..1.
+
+    Spearman and Brown's 2r / (1 + r), as the whole text is twice a half. r is the halves' agreement
+    about zero and not about their mean, as zero is what values are shrunk to:
+    r = Σ ab / √(Σ a² Σ b²). 0 where all are 0, or there are none.
+    """
+    a, b = half_a.double(), half_b.double()
     scale = float((a @ a * (b @ b)).sqrt())
     if scale == 0:
         return 0.0

@@ -5,12 +5,14 @@ costs less, and not all units lose the same share. Here sets of about the deploy
 measured, and the values of the units alone are only what the fit leans to where it knows nothing.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from specfit.quantization.gram import trust
 from specfit.quantization.knapsack import bytes_of
 from specfit.quantization.quadratic import random_set
 
@@ -69,60 +71,69 @@ def random_sets(
 
 def additive(
     sets: Bool[Tensor, "sets units"],
-    kl_nats: Float[Tensor, " sets"],
+    kl_nats: Float[Tensor, "sets sequences"],
     alone_nats: Float[Tensor, " units"],
 ) -> Additive:
     """Ridge regression of KL on membership.
 
-    Free are an offset and one factor on the values alone; what a unit has beyond those is held down
-    by a ridge. Its strength is the one that cross-validation likes best, which flatters cv_r2 a
-    little.
+    Free are an offset and one factor on the values alone. What a unit has beyond those is held down
+    by a ridge, and again by the share of it that halves of the text agree on: sets are many, but
+    all measured on one text, whose peculiarities a fit to all of it would take for the units'.
     """
-    x, y = sets.double(), kl_nats.double()
-    free = torch.stack([torch.ones_like(y), x @ alone_nats.double()], 1)
-    folds = _folds(len(y))
+    x, alone = sets.double(), alone_nats.double()
+    free = torch.stack([torch.ones(len(x), dtype=x.dtype), x @ alone], 1)
+    every = torch.ones(1, len(x), dtype=torch.bool)
 
-    def missed(strength: float) -> float:
-        kept = folds[:, :, None]
-        coefficients, beyond = _ridge(x * kept, free * kept, y * folds, strength)
-        errors = y - coefficients @ free.mT - beyond @ x.mT
-        return float((errors * ~folds).square().sum())
+    def fitted(y: Tensor, rows: Tensor, strength: float) -> tuple[Tensor, Tensor]:
+        kept = rows[..., None]
+        return _ridge(x * kept, free * kept, y * rows, strength)
 
-    strength = min(STRENGTHS, key=missed)
-    (offset, factor), beyond = _ridge(x, free, y, strength)
-    weights = factor * alone_nats.double() + beyond
-    return Additive(float(offset), weights, _r2(missed(strength), y))
+    def held_out(y: Tensor, strength: float) -> Float[Tensor, " sets"]:
+        coefficients, beyond = fitted(y, _folds(len(x)), strength)
+        return _of_own_fold(coefficients @ free.mT + beyond @ x.mT)
+
+    y, *halves = _texts(kl_nats)
+    strength = min(STRENGTHS, key=lambda s: float((y - held_out(y, s)).square().sum()))
+    coefficients, beyond = (found[0] for found in fitted(y, every, strength))
+    trusted = trust(*(fitted(half, every, strength)[1][0] for half in halves))
+    offset = coefficients[0] + (1 - trusted) * (x @ beyond).mean()
+    weights = coefficients[1] * alone + trusted * beyond
+    cv_r2 = _r2_on_other_text([held_out(half, strength) for half in halves], halves)
+    return Additive(float(offset), weights, cv_r2)
 
 
 def coverage(
     sets: Bool[Tensor, "sets units"],
-    kl_nats: Float[Tensor, " sets"],
+    kl_nats: Float[Tensor, "sets sequences"],
     alone_nats: Float[Tensor, " units"],
 ) -> Coverage:
     """The coverage model by cross-validation of its ceiling and of a ridge.
 
-    Under a ceiling c, -log(1 - KL / c) is a sum over units: a ridge regression as in `additive`,
-    without an offset, its rows weighted so that errors count as they do in KL. Ceilings are looked
-    for from just above the largest KL measured to a thousand times that, where the model is a sum.
+    Under a ceiling c, -log(1 - KL / c) is a sum over units: a regression as in `additive`, without
+    an offset, its rows weighted so that errors count as they do in KL. Ceilings are looked for from
+    just above the largest KL measured to a thousand times that, where the model is a sum.
     """
-    x, y, alone = sets.double(), kl_nats.double(), alone_nats.double()
-    largest = max(float(y.max()), torch.finfo(torch.float64).tiny)
-    folds = _folds(len(y))
+    x, alone = sets.double(), alone_nats.double()
+    y, *halves = _texts(kl_nats)
+    largest = max(float(torch.stack([y, *halves]).max()), torch.finfo(torch.float64).tiny)
+    every = torch.ones(1, len(x), dtype=torch.bool)
 
-    def fitted(
-        ceiling: float, rows: Bool[Tensor, "*folds sets"], strength: float
-    ) -> Float[Tensor, "*folds units"]:
+    def fitted(y: Tensor, rows: Tensor, excess: float, strength: float) -> tuple[Tensor, Tensor]:
+        ceiling = largest * (1 + 10**excess)
         kept = 1 - y / ceiling
         weights = kept * rows
         prior = -torch.log1p(-(alone / ceiling).clamp(max=0.99))
         free = (x @ prior * weights)[..., None]
         factor, beyond = _ridge(x * weights[..., None], free, -kept.log() * weights, strength)
-        return factor * prior + beyond
+        return factor * prior, beyond
+
+    def held_out(y: Tensor, excess: float, strength: float) -> Float[Tensor, " sets"]:
+        prior, beyond = fitted(y, _folds(len(x)), excess, strength)
+        ceiling = largest * (1 + 10**excess)
+        return _of_own_fold(-ceiling * torch.expm1(-(prior + beyond) @ x.mT))
 
     def missed(excess: float, strength: float) -> float:
-        ceiling = largest * (1 + 10**excess)
-        predicted = -ceiling * torch.expm1(-fitted(ceiling, folds, strength) @ x.mT)
-        return float(((y - predicted) * ~folds).square().sum())
+        return float((y - held_out(y, excess, strength)).square().sum())
 
     grid = [(excess / 2, strength) for strength in STRENGTHS for excess in range(6, -7, -1)]
     excess, strength = min(grid, key=lambda point: missed(*point))
@@ -131,9 +142,10 @@ def coverage(
         around = [excess + width * step / 3 for step in range(-3, 4)]
         excess = min(around, key=lambda e: missed(e, strength))
         width /= 3
-    ceiling = largest * (1 + 10**excess)
-    log_kept = fitted(ceiling, torch.ones(len(y), dtype=torch.bool), strength)
-    return Coverage(ceiling, log_kept, _r2(missed(excess, strength), y))
+    prior, beyond = (found[0] for found in fitted(y, every, excess, strength))
+    trusted = trust(*(fitted(half, every, excess, strength)[1][0] for half in halves))
+    cv_r2 = _r2_on_other_text([held_out(half, excess, strength) for half in halves], halves)
+    return Coverage(largest * (1 + 10**excess), prior + trusted * beyond, cv_r2)
 
 
 def affine_r2(predicted: Float[Tensor, " sets"], kl_nats: Float[Tensor, " sets"]) -> float:
@@ -143,6 +155,25 @@ def affine_r2(predicted: Float[Tensor, " sets"], kl_nats: Float[Tensor, " sets"]
     coefficients = torch.linalg.pinv(line * folds[:, :, None]) @ y
     errors = (y - coefficients @ line.mT) * ~folds
     return _r2(float(errors.square().sum()), y)
+
+
+def _texts(kl_nats: Float[Tensor, "sets sequences"]) -> list[Float[Tensor, " sets"]]:
+    """Means over the whole text and over its halves, sequences in turn."""
+    kl = kl_nats.double()
+    return [kl.mean(1), kl[:, 0::2].mean(1), kl[:, 1::2].mean(1)]
+
+
+def _r2_on_other_text(
+    predicted: Sequence[Float[Tensor, " sets"]], halves: Sequence[Float[Tensor, " sets"]]
+) -> float:
+    """Of predictions from one half of the text for the other, sets held out, both ways."""
+    (of_first, of_second), (first, second) = predicted, halves
+    return (affine_r2(of_first, second) + affine_r2(of_second, first)) / 2
+
+
+def _of_own_fold(predicted: Float[Tensor, "folds sets"]) -> Float[Tensor, " sets"]:
+    """Each set's prediction by the fit that has not seen it."""
+    return (predicted * ~_folds(predicted.shape[1])).sum(0)
 
 
 def _folds(num: int) -> Bool[Tensor, "folds sets"]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from math import isfinite
+from math import isfinite, log, sqrt
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -142,10 +142,10 @@ class Measured:
         """Nats a token over the whole text."""
         return float(self.kl(chosen, text).mean())
 
-    def means(
+    def kls(
         self, sets: Iterable[Bool[Tensor, " units"]], text: Text, what: str
-    ) -> Float[Tensor, " sets"]:
-        """`mean` of each set, behind a progress bar.
+    ) -> Float[Tensor, "sets sequences"]:
+        """`kl` of each set, behind a progress bar.
 
         Sets that begin alike follow each other, since a model can go on from where they part.
         """
@@ -155,10 +155,9 @@ class Measured:
         order = sorted(
             range(len(listed)), key=lambda i: [unit in members[i] for unit in range(num_units)]
         )
-        found = torch.zeros(len(listed), dtype=torch.float64)
         for i in tqdm(order, unit="set", desc=f"quantize: {what}"):
-            found[i] = self.mean(listed[i], text)
-        return found
+            self.kl(listed[i], text)
+        return torch.stack([self.kl(chosen, text) for chosen in listed])
 
     def alone(self) -> UnitsAlone:
         """What each unit alone does on the text of units."""
@@ -182,6 +181,11 @@ class Measured:
             )
         sums = found.gram_sums[:, self._order][:, :, self._order]
         return UnitsAlone(found.kl_nats[self._order], sums, found.num_tokens)
+
+
+def luckiest(num_sets: int) -> float:
+    """Standard errors by which the luckiest of as many equal sets looks better: √(2 ln n)."""
+    return sqrt(2 * log(num_sets))
 
 
 def mean_interval(values: Float[Tensor, " sequences"], seed: int) -> tuple[float, float]:

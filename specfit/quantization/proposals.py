@@ -40,6 +40,12 @@ class Predictor:
         return cls((2 * fit.weights_nats).diag(), lambda sums: fit.offset_nats + sums)
 
     @classmethod
+    def of_blend(cls, gram: Float[Tensor, "units units"], fit: Additive) -> "Predictor":
+        """The mean of both: they know other text and err apart."""
+        quadratic = (gram.double() + (2 * fit.weights_nats).diag()) / 2
+        return cls(quadratic, lambda sums: fit.offset_nats / 2 + sums)
+
+    @classmethod
     def of_coverage(cls, fit: Coverage) -> "Predictor":
         """What is spoilt of the ceiling: least where the sum of `log_kept` is."""
         return cls((2 * fit.log_kept).diag(), lambda sums: -fit.ceiling_nats * torch.expm1(-sums))

@@ -44,7 +44,7 @@ from specfit.targets.info import read_info_file
 from specfit.targets.load import prepare
 from specfit.targets.target import Target
 
-VERSION = 2
+VERSION = 3
 FIDELITY = "fidelity.json"  # written last
 MODEL = "model"
 log = logging.getLogger(__name__)

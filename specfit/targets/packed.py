@@ -1,0 +1,150 @@
+"""A target's weights as the CPU kernels read them, in the numbers that its checkpoint holds."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float32
+from torch import Tensor
+
+from specfit.targets.target import Target
+from specfit_kernels.cpu_layers import MAX_HEAD_DIM, DecoderLayer, HeadNorms, Rope
+from specfit_kernels.cpu_weights import Activations, CpuWeight, pack
+from specfit_kernels.fp8 import FP8Tensor
+from specfit_kernels.nvfp4 import FP4Tensor
+from specfit_serve.llama import LlamaWeights
+
+Stored = FP4Tensor | FP8Tensor | Tensor
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # of which a table can be made once
+
+
+def llama_weights(
+    target: Target,
+    stored: Mapping[str, Stored] | None = None,
+    *,
+    activations: Activations = Activations.fp32,
+) -> LlamaWeights:
+    """Packs a target; what is not quantized keeps its type.
+
+    Args:
+        target: loaded, on the CPU.
+        stored: the checkpoint's tensors by the names of the model's parameters, those in NVFP4 or
+            FP8 as they are; None: the parameters.
+        activations: of the matrices in NVFP4.
+
+    Raises:
+        ValueError: the kernels cannot run such a model; the message says what is in the way.
+    """
+    check_kernels(target)
+    if stored is None:
+        stored = {name: p.detach() for name, p in target.model.named_parameters()}
+    embeddings = _plain(stored["model.embed_tokens.weight"])
+    head = embeddings if target.info.tied_embeddings else _plain(stored["lm_head.weight"])
+    return LlamaWeights(
+        embeddings=embeddings,
+        layers=tuple(
+            _layer(stored, f"model.layers.{i}", target.info.rms_norm_eps, activations)
+            for i in range(target.info.num_layers)
+        ),
+        norm=_vector(stored["model.norm.weight"]),
+        eps=target.info.rms_norm_eps,
+        head=pack([head], name="lm_head"),
+        rope=_rope(target),
+        eos_ids=frozenset(target.info.eos_ids),
+    )
+
+
+def check_kernels(target: Target) -> None:
+    """Refuses a model that the CPU kernels cannot run.
+
+    Raises:
+        ValueError: it is one.
+    """
+    info, config = target.info, target.model.config
+    rope_type = info.rope_parameters.get("rope_type", "default")
+    sizes = (info.hidden_size, info.intermediate_size, info.num_heads * info.head_dim)
+    window = None if _sees_everything(config) else getattr(config, "sliding_window", None)
+    even = info.head_dim % 8 == 0 and info.head_dim <= MAX_HEAD_DIM
+    limits = (
+        (target.device.type == "cpu", "runtime.device", "be cpu", target.device.type),
+        (info.model_type in MODEL_TYPES, "the model", f"be one of {MODEL_TYPES}", info.model_type),
+        (info.hidden_act == "silu", "hidden_act", "be silu", info.hidden_act),
+        (rope_type in ROPE_TYPES, "rope_type", f"be one of {ROPE_TYPES}", rope_type),
+        (window is None, "sliding_window", "be null", window),
+        (not getattr(config, "mlp_bias", False), "mlp_bias", "be false", True),
+        (even, "head_dim", f"be 8, 16 .. {MAX_HEAD_DIM}", info.head_dim),
+        (not any(size % 16 for size in sizes), "sizes", "be multiples of 16", sizes),
+    )
+    for holds, name, requirement, got in limits:
+        if not holds:
+            raise ValueError(
+                f"{name} must {requirement} for the CPU kernels, got {got}; runtime.engine=torch "
+                "runs this target"
+            )
+
+
+def _sees_everything(config: Any) -> bool:
+    """Whether all layers see the whole context."""
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None:
+        return set(layer_types) == {"full_attention"}
+    return getattr(config, "sliding_window", None) is None
+
+
+def _layer(
+    stored: Mapping[str, Stored], layer: str, eps: float, activations: Activations
+) -> DecoderLayer:
+    def packed(*modules: str) -> CpuWeight:
+        parts = [_matrix(stored[f"{layer}.{module}.weight"]) for module in modules]
+        nvfp4 = all(isinstance(part, FP4Tensor) for part in parts)
+        biases = [f"{layer}.{module}.bias" for module in modules]
+        bias = None
+        if biases[0] in stored:
+            bias = torch.cat([_vector(stored[name]) for name in biases])
+        return pack(
+            parts,
+            activations=activations if nvfp4 else Activations.fp32,
+            bias=bias,
+            name=f"{layer}.{modules[0]}",
+        )
+
+    def norm(module: str) -> Float32[Tensor, " size"]:
+        return _vector(stored[f"{layer}.{module}.weight"])
+
+    head_norms = None
+    if f"{layer}.self_attn.q_norm.weight" in stored:
+        head_norms = HeadNorms(norm("self_attn.q_norm"), norm("self_attn.k_norm"), eps)
+    return DecoderLayer(
+        qkv=packed("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        o=packed("self_attn.o_proj"),
+        gate_up=packed("mlp.gate_proj", "mlp.up_proj"),
+        down=packed("mlp.down_proj"),
+        input_norm=norm("input_layernorm"),
+        post_attention_norm=norm("post_attention_layernorm"),
+        eps=eps,
+        head_norms=head_norms,
+    )
+
+
+def _matrix(stored: Stored) -> Stored:
+    return _plain(stored) if isinstance(stored, Tensor) else stored
+
+
+def _plain(stored: Stored) -> Tensor:
+    """In a type that the kernels have: float16 becomes float32."""
+    assert isinstance(stored, Tensor)
+    return stored if stored.dtype is torch.bfloat16 else stored.float()
+
+
+def _vector(stored: Stored) -> Float32[Tensor, " size"]:
+    assert isinstance(stored, Tensor)
+    return stored.float().contiguous()
+
+
+@torch.no_grad()
+def _rope(target: Target) -> Rope:
+    positions = torch.arange(target.info.max_position_embeddings)[None]
+    cosines, sines = target.decoder.rotary_emb(torch.empty(0), positions)
+    half = target.info.head_dim // 2  # the other half is the same angles again
+    return Rope(*(table[0, :, :half].float().contiguous() for table in (cosines, sines)))
