@@ -21,13 +21,23 @@ class HashTarget:
 
     device = torch.device("cpu")
 
-    def __init__(self, vocab_size=9, num_slots=5, max_length=48, eos_ids=(EOS,), peak=2.0):
+    def __init__(
+        self,
+        vocab_size=9,
+        num_slots=5,
+        max_length=48,
+        eos_ids=(EOS,),
+        peak=2.0,
+        num_columns=10**6,  # of all slots together
+    ):
         self.vocab_size = vocab_size
         self.num_slots = num_slots
         self.max_length = max_length
         self.eos_ids = frozenset(eos_ids)
         self.peak = peak  # scale of the logits
         self.cache = torch.full((num_slots, max_length), -1)
+        self.num_columns = num_columns
+        self.held = {}
 
     def hashes(self, tokens):
         """Of every prefix of `tokens`, `rows seq`."""
@@ -41,15 +51,28 @@ class HashTarget:
         rows, seq = tokens.shape
         columns = starts[:, None] + torch.arange(seq)
         assert int(columns.max()) < self.max_length
+        for row in range(rows):
+            assert int(columns[row].max()) < self.held[first_slot + row]
         slots = first_slot + torch.arange(rows)
         self.cache[slots[:, None], columns] = tokens
         hashes = self.hashes(self.cache[slots]).gather(1, columns)
         logits = self.logits(hashes)
         return TargetOutput(logits[:, -1:] if last_only else logits, hashes[..., None].float())
 
+    def reserve(self, slot, length):
+        held = self.held | {slot: max(length, self.held.get(slot, 0))}
+        if sum(held.values()) > self.num_columns:
+            return False
+        self.held = held
+        return True
+
+    def release(self, slot):
+        self.held.pop(slot, None)
+
     def move(self, source, to):
         self.cache[to] = self.cache[source]
         self.cache[source] = -1
+        self.held[to] = self.held.pop(source, 0)
 
     def next_logits(self, tokens):
         return self.logits(self.hashes(torch.tensor([tokens])))[0, -1]

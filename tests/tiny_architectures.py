@@ -15,6 +15,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     MistralConfig,
+    Qwen2Config,
     Qwen3Config,
 )
 
@@ -24,6 +25,7 @@ from specfit.targets.target import Target
 WINDOW = 7  # shorter than the sequences of the tests
 MIXED = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 ARCHITECTURES: dict[str, Any] = CONFIGS | {
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
     "mistral_window": MistralConfig(**SIZES, sliding_window=WINDOW),
     "qwen3_window": Qwen3Config(
         **SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2

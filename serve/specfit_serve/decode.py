@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from specfit_serve.protocols import DecodeTarget, Draft, Proposer
+from specfit_serve.protocols import DecodeTarget, Draft, DraftLength, GradedProposer, Proposer
 from specfit_serve.repetition import RepetitionGuard, TokenClass
 from specfit_serve.stats import Round
 from specfit_serve.verify import Verification, target_distribution, verify_greedy, verify_sampled
@@ -21,9 +21,12 @@ FinishReason = Literal["stop", "length", "repetition"]
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    """How requests are decoded; a request's answer depends on no other request."""
+    """How requests are decoded.
 
-    num_draft_tokens: int  # asked of the proposer each round
+    A greedy answer depends on no other request; nor does a sampled one, unless the drafts do.
+    """
+
+    num_draft_tokens: int  # asked of the proposer each round; the most, if adaptive
     max_new_tokens: int
     batch_size: int  # sequences in flight at once
     top_p: float = 1.0
@@ -69,20 +72,27 @@ def decode(
     requests: Sequence[Request],
     settings: DecodeSettings,
     *,
+    draft_length: DraftLength | None = None,
     token_classes: Sequence[TokenClass] | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> Iterator[Decoded]:
     """Answers `requests`, each as soon as it is finished.
 
+    `draft_length` chooses the number of draft tokens each round, at most `num_draft_tokens`;
+    without it there are always as many.
     With `token_classes` (one per token of the vocabulary) a repetition guard watches every answer.
     `on_progress` is called after every pass with the number of tokens that it is further: those of
     a prompt, which take their time too, and those emitted.
 
     Raises:
         ValueError: a prompt does not fit, or an id occurs twice; the message names the request.
+
+    Where the target's cache has no room for another prompt, it waits for an answer to end; where
+    it has none for an answer to grow, that answer ends as one that has reached its length.
     """
     _check(target, requests, settings)
-    return _decode(target, proposer, requests, settings, token_classes, on_progress or _ignore)
+    on_progress = on_progress or _ignore
+    return _decode(target, proposer, requests, settings, draft_length, token_classes, on_progress)
 
 
 def _decode(
@@ -90,6 +100,7 @@ def _decode(
     proposer: Proposer,
     requests: Sequence[Request],
     settings: DecodeSettings,
+    draft_length: DraftLength | None,
     token_classes: Sequence[TokenClass] | None,
     on_progress: Callable[[int], None],
 ) -> Iterator[Decoded]:
@@ -103,7 +114,9 @@ def _decode(
                 continue
             if slot < len(active):
                 yield active[slot].decoded(slot)
-            if waiting:
+                target.release(slot)
+            num_others = len(active) - (slot < len(active))
+            if waiting and _has_room(target, waiting[0], slot, num_others, settings):
                 sequence = _Sequence.of(waiting.popleft(), target, settings, token_classes)
                 on_progress(_prefill(target, proposer, sequence, slot, settings))
                 active[slot : slot + 1] = [sequence]
@@ -113,7 +126,11 @@ def _decode(
                 break
         if not active:
             return
-        on_progress(_round(target, proposer, active, settings))
+        crowded_out = _crowded_out(target, active, settings)
+        if crowded_out is not None:
+            crowded_out.finish_reason = "length"
+            continue
+        on_progress(_round(target, proposer, active, settings, draft_length))
 
 
 @dataclass
@@ -212,28 +229,44 @@ def _prefill(
 
 @torch.no_grad()
 def _round(
-    target: DecodeTarget, proposer: Proposer, active: list[_Sequence], settings: DecodeSettings
+    target: DecodeTarget,
+    proposer: Proposer,
+    active: list[_Sequence],
+    settings: DecodeSettings,
+    draft_length: DraftLength | None,
 ) -> int:
     """Drafts for all sequences, verifies in one pass and emits; returns the number of tokens."""
-    k = settings.num_draft_tokens
-    uniforms = torch.stack([s.uniforms(2 * k + 1) for s in active]).to(target.device)
+    most = settings.num_draft_tokens
+    uniforms = torch.stack([s.uniforms(2 * most + 1) for s in active]).to(target.device)
     temperatures = torch.tensor([s.request.temperature for s in active], device=target.device)
+    rooms = [s.max_length - len(s.tokens) - 1 for s in active]
     # Both stages end by reading their result, so that the clock is right on a GPU as well.
     began = perf_counter()
+    k = most
+    if draft_length is not None:
+        k = _chosen_length(draft_length, proposer, active, min(most, max(rooms)))
     draft = proposer.propose([s.tokens for s in active], k, temperatures, uniforms[:, :k])
-    draft = _clip(draft, [s.max_length - len(s.tokens) - 1 for s in active], target.device)
+    draft = _clip(draft, rooms, target.device)
     drafted = perf_counter()
     newest = torch.tensor([s.tokens[-1:] for s in active], device=target.device)
     starts = torch.tensor([len(s.tokens) - 1 for s in active], device=target.device)
     output = target.forward(torch.cat([newest, draft.tokens], dim=1), starts, first_slot=0)
-    verification = _verify(output.logits, draft, active, uniforms[:, k:], settings)
+    verification = _verify(output.logits, draft, active, uniforms[:, most:], settings)
     num_kept, own_tokens = verification.num_kept.tolist(), verification.own_tokens.tolist()
     verified = perf_counter()
     proposer.observe(output.features, verification.num_kept)
     observed = perf_counter()
+    lengths, tokens = draft.lengths.tolist(), draft.tokens.tolist()
+    if draft_length is not None:
+        draft_length.record(
+            num_asked=[min(k, room) for room in rooms],
+            num_drafted=lengths,
+            num_kept=num_kept,
+            draft_seconds=drafted - began + observed - verified,
+            verify_seconds=verified - drafted,
+        )
 
     num_emitted = 0
-    lengths, tokens = draft.lengths.tolist(), draft.tokens.tolist()
     for s, length, row, kept, own in zip(
         active, lengths, tokens, num_kept, own_tokens, strict=True
     ):
@@ -245,6 +278,15 @@ def _round(
         s.draft_seconds += (drafted - began + observed - verified) / len(active)
         num_emitted += count
     return num_emitted
+
+
+def _chosen_length(
+    draft_length: DraftLength, proposer: Proposer, active: list[_Sequence], limit: int
+) -> int:
+    grades: Sequence[int] = [0] * len(active)
+    if isinstance(proposer, GradedProposer):
+        grades = proposer.grades([s.tokens for s in active], limit)
+    return draft_length.choose([s.request.id for s in active], grades, limit)
 
 
 def _clip(draft: Draft, max_lengths: list[int], device: torch.device) -> Draft:
@@ -272,6 +314,31 @@ def _verify(
     temperatures = torch.tensor([s.request.temperature for s in sequences], device=logits.device)
     target_probs = target_distribution(logits, temperatures, settings.top_p)
     return verify_sampled(target_probs, draft, uniforms[:, : logits.shape[1]].to(logits.device))
+
+
+def _has_room(
+    target: DecodeTarget, request: Request, slot: int, num_others: int, settings: DecodeSettings
+) -> bool:
+    """Whether the prompt and a round after it have columns in `slot`."""
+    length = len(request.prompt) + settings.num_draft_tokens + 1
+    if target.reserve(slot, length):
+        return True
+    if num_others == 0:  # nobody is left whose columns it could wait for
+        raise ValueError(
+            f"request {request.id}: the target's cache must have room for {length} columns, for a "
+            f"prompt of {len(request.prompt)} tokens and a round"
+        )
+    return False
+
+
+def _crowded_out(
+    target: DecodeTarget, active: list[_Sequence], settings: DecodeSettings
+) -> _Sequence | None:
+    """The first sequence, if any, that has no columns for another round."""
+    for slot, sequence in enumerate(active):
+        if not target.reserve(slot, len(sequence.tokens) + settings.num_draft_tokens):
+            return sequence
+    return None
 
 
 def _fill_hole(

@@ -84,6 +84,12 @@ class DecodeTarget(Protocol):
         no more); features are of all positions either way.
         """
 
+    def reserve(self, slot: int, length: int) -> bool:
+        """Sees to it that `slot` has `length` columns; False, and nothing happens, without room."""
+
+    def release(self, slot: int) -> None:
+        """The sequence of `slot` has ended; its columns may serve others."""
+
     def move(self, source: int, to: int) -> None:
         """Copies slot `source` over slot `to`; `source` is not read again before it is refilled."""
 
@@ -114,7 +120,8 @@ class Proposer(Protocol):
     ) -> Draft:
         """Drafts for slots 0..n-1, whose tokens so far are `sequences`, the own token last.
 
-        At most `num_draft_tokens` a row, of which `decode` may cut some. `temperatures` are those
+        At most `num_draft_tokens` a row, of which `decode` may cut some; with an adaptive draft
+        length it is another number each round, 0 among them. `temperatures` are those
         at which the target is sampled, 0 where it is greedy. Whoever samples takes
         `sample(probs, uniforms[:, i])` at position i (`verify.sample`) and nothing else random: a
         request's draws then depend on its own seed only, not on who shares the batch.
@@ -134,3 +141,41 @@ class Proposer(Protocol):
 
     def move(self, source: int, to: int) -> None:
         """The sequence of slot `source` continues in slot `to`."""
+
+
+@runtime_checkable
+class GradedProposer(Proposer, Protocol):
+    """A proposer that knows what a draft is worth before it makes it."""
+
+    def grades(self, sequences: Sequence[Sequence[int]], num_draft_tokens: int) -> Sequence[int]:
+        """Of each row's draft, called before `propose` with the most it may be asked for.
+
+        Drafts of one grade are alike, so acceptance is measured by grade. Those of grade 0 may cost
+        time for each token, others are free.
+        """
+
+
+@runtime_checkable
+class DraftLength(Protocol):
+    """Whatever decides, round by round, how many tokens are drafted."""
+
+    def choose(self, ids: Sequence[str], grades: Sequence[int], limit: int) -> int:
+        """The number for the next round, 0..limit, of the requests `ids`.
+
+        `grades` are those of a `GradedProposer`; drafts of others are of grade 0.
+        """
+
+    def record(
+        self,
+        *,
+        num_asked: Sequence[int],
+        num_drafted: Sequence[int],
+        num_kept: Sequence[int],
+        draft_seconds: float,
+        verify_seconds: float,
+    ) -> None:
+        """What became of the round that `choose` was last called for, row by row.
+
+        A row that is close to its limit is asked for fewer tokens than chosen, and a proposer may
+        draft fewer than it is asked for. The pass was over max(num_drafted) + 1 tokens a row.
+        """

@@ -86,6 +86,13 @@ class SlotTarget:
             features = torch.cat([found.aux[i] for i in self.aux_layers], dim=-1)
         return TargetOutput(output.logits.float(), features)
 
+    def reserve(self, slot: int, length: int) -> bool:  # noqa: ARG002
+        """See `DecodeTarget.reserve`: every slot has all its columns."""
+        return length <= self.max_length
+
+    def release(self, slot: int) -> None:
+        """See `DecodeTarget.release`: they stay its own."""
+
     @torch.inference_mode()
     def move(self, source: int, to: int) -> None:
         """See `DecodeTarget.move`."""

@@ -1,0 +1,158 @@
+"""Llama and its relatives on the CPU kernels: packed weights, and a KV cache in pages."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Float32, Int
+from torch import Tensor
+
+from specfit_kernels import cpu
+from specfit_kernels.cpu_layers import PAGE, DecoderLayer, PagedKV, Rope, Rows
+from specfit_kernels.cpu_weights import CpuWeight
+from specfit_serve.pages import PageTable
+from specfit_serve.protocols import TargetOutput
+
+PREFILL_ROWS = 256  # tokens of a prompt that go through all layers at once
+
+
+@dataclass(frozen=True)
+class LlamaWeights:
+    """A model as the kernels read it."""
+
+    embeddings: Float[Tensor, "vocab hidden"]  # float32 or bfloat16
+    layers: tuple[DecoderLayer, ...]
+    norm: Float32[Tensor, " hidden"]
+    eps: float  # of that norm
+    head: CpuWeight
+    rope: Rope  # at every position of the context
+    eos_ids: frozenset[int]
+
+
+class LlamaTarget:
+    """A `DecodeTarget` whose bits do not depend on who shares a pass, nor on how long it is.
+
+    So a pass over a draft gives the very logits of passes over its tokens one by one, and greedy
+    decoding with speculation the very tokens of decoding without. A prompt is read in parts.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        weights: LlamaWeights,
+        *,
+        num_slots: int,
+        max_length: int,
+        aux_layers: list[int] | None,
+        num_pages: int | None = None,
+        kv_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Allocates the cache.
+
+        Args:
+            weights: the model.
+            num_slots: sequences in flight.
+            max_length: columns a slot.
+            aux_layers: the layers whose input is returned as features, `aux * hidden` wide, in
+                this order; None: no features.
+            num_pages: of 64 columns, for all slots together; None: as many as full slots take.
+            kv_dtype: of keys and values, float32 or bfloat16.
+
+        Raises:
+            ValueError: `max_length` is beyond the model's context, or `num_pages` not even one.
+        """
+        limit = len(weights.rope.cosines)
+        if max_length > limit:
+            raise ValueError(
+                f"a sequence of {max_length} tokens does not fit the target's context of {limit}"
+            )
+        if num_pages is None:
+            num_pages = num_slots * -(-max_length // PAGE)
+        if num_pages < 1:
+            raise ValueError(f"num_pages must be at least 1, got {num_pages}")
+        self.weights = weights
+        self.aux_layers = aux_layers
+        self.num_slots = num_slots
+        self.max_length = max_length
+        self.vocab_size = weights.head.rows
+        self.eos_ids = weights.eos_ids
+        self.pages = PageTable(
+            num_slots=num_slots, max_length=max_length, page=PAGE, num_pages=num_pages + 1
+        )
+        head_dim = 2 * weights.rope.cosines.shape[1]
+        self._kv = [
+            PagedKV.empty(
+                num_pages + 1,
+                (layer.qkv.rows - layer.o.columns) // (2 * head_dim),
+                head_dim,
+                kv_dtype,
+            )
+            for layer in weights.layers
+        ]
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Int[Tensor, "rows seq"],
+        starts: Int[Tensor, " rows"],
+        first_slot: int,
+        last_only: bool = False,
+    ) -> TargetOutput:
+        """See `DecodeTarget.forward`.
+
+        Raises:
+            ValueError: the cache has no page left.
+        """
+        rows, seq = tokens.shape
+        slots = torch.arange(first_slot, first_slot + rows)
+        for slot, start in zip(slots.tolist(), starts.tolist(), strict=True):
+            if not self.reserve(slot, start + seq):
+                raise ValueError(f"slot {slot} has no page left for {start + seq} columns")
+        positions = (starts[:, None] + torch.arange(seq)).flatten()
+        states, features = self._run(
+            tokens.flatten(), positions, slots.repeat_interleave(seq), all_rows=rows > 1
+        )
+        states = states.view(rows, seq, -1)
+        if last_only:
+            states = states[:, -1:].contiguous()
+        normed = cpu.rmsnorm(states.flatten(0, 1), self.weights.norm, self.weights.eps)
+        logits = cpu.linear(normed, self.weights.head).view(*states.shape[:2], -1)
+        return TargetOutput(logits, None if features is None else features.view(rows, seq, -1))
+
+    def reserve(self, slot: int, length: int) -> bool:
+        """See `DecodeTarget.reserve`."""
+        return self.pages.reserve(slot, length)
+
+    def release(self, slot: int) -> None:
+        """See `DecodeTarget.release`."""
+        self.pages.release(slot)
+
+    def move(self, source: int, to: int) -> None:
+        """See `DecodeTarget.move`. Pages change hands; nothing is copied."""
+        self.pages.move(source, to)
+
+    def _run(
+        self,
+        tokens: Int[Tensor, " n"],
+        positions: Int[Tensor, " n"],
+        slots: Int[Tensor, " n"],
+        *,
+        all_rows: bool,
+    ) -> tuple[Float32[Tensor, "n hidden"], Float32[Tensor, "n width"] | None]:
+        """The states behind the last layer, and the features; a prompt in parts, the rest whole."""
+        size = len(tokens) if all_rows else PREFILL_ROWS
+        layers = self.aux_layers or []
+        states: list[Tensor] = []
+        features: list[Tensor] = []
+        for part in (slice(i, i + size) for i in range(0, len(tokens), size)):
+            last, captured = cpu.forward_layers(
+                self.weights.embeddings[tokens[part]].float(),
+                self.weights.layers,
+                Rows(positions[part], slots[part], self.pages.table),
+                self._kv,
+                self.weights.rope,
+                capture=layers,
+            )
+            states.append(last)
+            features.append(torch.cat([last[:, :0], *(captured[i] for i in layers)], dim=1))
+        return torch.cat(states), None if self.aux_layers is None else torch.cat(features)
