@@ -5,7 +5,7 @@ from operator import mul
 
 import numpy as np
 import pytest
-from test_serve_decode import (
+from hash_target import (
     HashTarget,
     chi_square_p_value,
     exact_distribution,

@@ -4,7 +4,7 @@ from itertools import takewhile
 import pytest
 import tiny_heads
 import torch
-from test_serve_decode import (
+from hash_target import (
     HashTarget,
     SamplingProposer,
     StatelessProposer,

@@ -1,7 +1,7 @@
 """A cache that has too few columns for everyone: answers wait, or end early, and others go on."""
 
 import pytest
-from test_serve_decode import HashTarget
+from hash_target import HashTarget
 
 from specfit_serve.decode import DecodeSettings, Request, decode
 from specfit_serve.ngram import NgramProposer

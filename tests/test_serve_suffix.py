@@ -3,7 +3,7 @@ from collections import Counter
 
 import pytest
 import torch
-from test_serve_decode import (
+from hash_target import (
     HashTarget,
     chi_square_p_value,
     exact_distribution,
