@@ -122,6 +122,14 @@ def test_every_fp8_value_is_what_the_format_says():
     assert torch.equal(cpu.linear(x, pack([matrix]))[0], matrix.values[:, 0].float())
 
 
+def test_activations_become_the_very_codes_of_their_definition(generator):
+    # Halves, and quotients that rounding brings to halves, would show another order of operations.
+    identity = int8.Int8Tensor(torch.eye(32, dtype=torch.int8), torch.ones(32, 1).half())
+    weight = pack([identity], activations=Activations.int8)
+    x = normal(generator, 4000, 32) * torch.exp(3 * normal(generator, 4000, 1))
+    assert torch.equal(cpu.linear(x, weight), cpu_twins.quantized(x))
+
+
 def test_what_is_not_finite_stays_so(generator):
     weight = packed("nvfp4", normal(generator, 16, 64), Activations.int8)
     x = normal(generator, 3, 64)

@@ -27,8 +27,10 @@ def quantized(x: Float32[Tensor, "rows columns"]) -> Float32[Tensor, "rows colum
     blocks = torch.nn.functional.pad(x, (0, -columns % _BLOCK)).view(rows, -1, _BLOCK)
     amax = blocks.abs().amax(2, keepdim=True)
     zeros = amax < 2.0**-100
-    codes = (blocks * torch.where(zeros, 0.0, 127 / amax)).round()
-    scales = torch.where(zeros, 0.0, amax / 127)
+    # A tensor, since a Python number is divided by as number * reciprocal, which rounds twice.
+    largest = x.new_tensor(127.0)
+    codes = (blocks * torch.where(zeros, 0.0, largest / amax)).round()
+    scales = torch.where(zeros, 0.0, amax / largest)
     return (codes * scales).flatten(1)[:, :columns]
 
 
