@@ -5,7 +5,7 @@ import torch
 from cpu_kernels import EPSILON, FORMATS, KINDS, normal, packed, quantized
 from torch import Tensor
 
-from specfit_kernels import cpu, cpu_twins, fp8, nvfp4
+from specfit_kernels import cpu, cpu_twins, fp8, int8, nvfp4
 from specfit_kernels.cpu_build import CpuPath
 from specfit_kernels.cpu_weights import Activations, CpuWeight, pack
 
