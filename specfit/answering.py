@@ -4,9 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from tqdm import tqdm
 
+from specfit.engine import DecodeEngine
 from specfit.states.record import StateRecorder
-from specfit.targets.slots import SlotTarget
-from specfit.targets.target import Target
 from specfit.targets.vocabulary import token_classes
 from specfit_serve.decode import Decoded, DecodeSettings, Request, decode
 from specfit_serve.ngram import NoProposer
@@ -41,7 +40,7 @@ def answer(
 
 
 def answer_plainly(
-    target: Target,
+    engine: DecodeEngine,
     requests: Sequence[Request],
     *,
     max_new_tokens: int,
@@ -55,10 +54,9 @@ def answer_plainly(
     if not requests:
         return
     longest = max(len(request.prompt) for request in requests) + max_new_tokens
-    slots = SlotTarget(
-        target,
+    slots = engine.slots(
         num_slots=min(batch_size, len(requests)),
-        max_length=min(longest, target.info.max_position_embeddings),
+        max_length=min(longest, engine.target.info.max_position_embeddings),
         aux_layers=recorder.layers if recorder else None,
     )
     settings = DecodeSettings(
@@ -70,5 +68,5 @@ def answer_plainly(
     )
     proposer = recorder or NoProposer()
     yield from answer(
-        slots, proposer, requests, settings, classes=token_classes(target), label=label
+        slots, proposer, requests, settings, classes=token_classes(engine.target), label=label
     )

@@ -52,6 +52,14 @@ class ExtractMode(Enum):
     online = 2
 
 
+class Engine(Enum):
+    """What runs the target's passes while decoding."""
+
+    auto = 1  # the CPU kernels where they run the target, transformers elsewhere
+    torch = 2  # transformers
+    fp4 = 3  # the kernels, or an error that says why they cannot
+
+
 class Init(Enum):
     """What a speculator starts from."""
 
@@ -302,6 +310,7 @@ class RuntimeConfig:
     root: str = "artifacts"
     device: str = "auto"  # auto | cpu | cuda | cuda:1
     num_threads: int = 0  # CPU threads of torch; 0: one a core
+    engine: Engine = Engine.auto  # of decoding; the weights are the target's own in either
     num_processes: int = 1  # of training
     wandb: bool = False  # log training to Weights & Biases, offline without a key
     wandb_project: str = "specfit"

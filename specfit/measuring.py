@@ -9,15 +9,13 @@ from specfit.acceptance import Intervals, Measured
 from specfit.answering import answer
 from specfit.artifacts import Artifact
 from specfit.config import MeasureConfig, ProfileConfig
+from specfit.engine import DecodeEngine
 from specfit.files import append_jsonl, read_jsonl
-from specfit.speculators.proposer import Eagle3Proposer
-from specfit.targets.slots import SlotTarget
-from specfit.targets.target import Target
 from specfit.targets.vocabulary import token_classes
 from specfit.training.checkpoints import load_head
 from specfit_serve.decode import Decoded, DecodeSettings, Request
 from specfit_serve.ngram import NgramProposer, NoProposer
-from specfit_serve.protocols import Proposer
+from specfit_serve.protocols import DecodeTarget, Proposer
 
 
 def held_out(prompts: Artifact) -> list[dict[str, Any]]:
@@ -51,12 +49,13 @@ class Bench:
         profile: ProfileConfig,
         seed: int,
         conversations: list[dict[str, Any]],
-        target: Target,
+        engine: DecodeEngine,
         speculators: dict[str, Artifact],
     ) -> None:
         self.config = config
         self.seed = seed
-        self.target = target
+        self.engine = engine
+        target = engine.target
         self.by_id = {row["id"]: row for row in conversations}
         self.temperatures = {c.name: c.temperature for c in profile.components}
         self.weights = {c.name: c.weight for c in profile.components}
@@ -80,24 +79,20 @@ class Bench:
             longest + config.max_new_tokens,
             target.info.max_position_embeddings - max(config.num_draft_tokens),
         )
-        self._slots: SlotTarget | None = None
+        self._slots: tuple[object, DecodeTarget] | None = None
 
-    def slots(self, way: Way, num_slots: int) -> SlotTarget:
+    def slots(self, way: Way, num_slots: int) -> DecodeTarget:
         """One cache at a time: one of another size, or with other features, replaces it."""
         max_length = self.max_tokens + way.num_draft_tokens
         layers = None
         if way.proposer in self.heads:
             layers = list(self.heads[way.proposer][0].config.aux_layers)
-        old = self._slots
-        if old is None or (old.num_slots, old.max_length, old.aux_layers) != (
-            *(num_slots, max_length),
-            layers,
-        ):
-            self._slots = SlotTarget(
-                self.target, num_slots=num_slots, max_length=max_length, aux_layers=layers
-            )
-        assert self._slots is not None
-        return self._slots
+        kind = (num_slots, max_length, layers)
+        if self._slots is None or self._slots[0] != kind:
+            self._slots = None  # first, so that there are never two caches in memory
+            slots = self.engine.slots(num_slots=num_slots, max_length=max_length, aux_layers=layers)
+            self._slots = kind, slots
+        return self._slots[1]
 
     def proposer(self, name: str, num_slots: int) -> Proposer:
         """A fresh one, for a fresh set of requests."""
@@ -107,9 +102,8 @@ class Bench:
             case "ngram":
                 return NgramProposer(self.config.ngram_min, self.config.ngram_max)
             case _:
-                return Eagle3Proposer(
+                return self.engine.eagle3(
                     *self.heads[name],
-                    self.target.embeddings.weight.detach(),
                     num_slots=num_slots,
                     max_length=self.max_tokens + max(self.config.num_draft_tokens),
                 )

@@ -15,6 +15,7 @@ import torch
 from specfit.artifacts import Artifact, ArtifactStore, Recipe, StatusRow
 from specfit.artifacts import status as store_status
 from specfit.config import ExtractMode, RunConfig, Stage
+from specfit.engine import DecodeEngine, decode_engine
 from specfit.files import GIB, dumps
 from specfit.recipes import given_head, more_heads, recipes_of, unquantized
 from specfit.speculators.initialize import aux_layers_of, head_config
@@ -113,6 +114,20 @@ class _Path:
             return self._open_plain
         return partial(quantize.open_quantized, self.served, self.device)
 
+    @property
+    def plain_engine(self) -> DecodeEngine:
+        """Decodes the target as it comes. Its packed weights last as long as the stage does."""
+        folder = checkpoint_folder(self.target, self.location)
+        return decode_engine(self.cfg.runtime.engine, self.plain, folder)
+
+    @property
+    def engine(self) -> DecodeEngine:
+        """Decodes the target that speculation is fitted to."""
+        if self.served is self.target:
+            return self.plain_engine
+        folder = self.served.folder() / quantize.MODEL
+        return decode_engine(self.cfg.runtime.engine, self.loaded, folder)
+
     @cached_property
     def prompts(self) -> Artifact:
         info = read_info_file(self.target.file("info.json"))
@@ -147,6 +162,7 @@ class _Path:
                     prompts=conversations,
                     source=checkpoint_folder(self.target, self.location),
                     target=self.plain,
+                    engine=self.plain_engine,
                 )
             ),
         )
@@ -169,6 +185,7 @@ class _Path:
                     measure=self.cfg.measure,
                     source=checkpoint_folder(self.target, self.location),
                     target=self.plain,
+                    engine=self.cfg.runtime.engine,
                 )
             ),
         )
@@ -189,7 +206,7 @@ class _Path:
                     temperatures={c.name: c.temperature for c in self.cfg.profile.components},
                     seed=self.cfg.seed,
                     prompts=conversations,
-                    target=self.loaded,
+                    engine=self.engine,
                     recorder=recorder,
                 )
 
@@ -295,7 +312,7 @@ class _Path:
                 seed=self.cfg.seed,
                 prompts=conversations,
                 speculators=heads,
-                target=self.loaded,
+                engine=self.engine,
             ),
         )
 

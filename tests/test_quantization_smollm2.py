@@ -47,7 +47,7 @@ def texts(path, tmp_path_factory):
     rows = read_jsonl(path.prompts.file("conversations.jsonl"))
     answers = tmp_path_factory.mktemp("texts") / "answers.jsonl"
     train = [row for row in rows if row["split"] == "train"]
-    found = read_texts(answers, train, path.plain, settings)
+    found = read_texts(answers, train, path.plain_engine, settings)
     return {text: passages(answered, settings) for text, answered in found.items()}
 
 

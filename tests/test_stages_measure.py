@@ -132,10 +132,10 @@ def test_where_the_context_ends_an_answer_it_ends_all_ways_at_the_same_token(
     longest = max(len(row["prompt_ids"]) for row in conversations.values())
     bench = Bench.__init__
 
-    def cramped(self, config, profile, seed, rows, target, speculator):
-        short = replace(target.info, max_position_embeddings=longest + 7)
-        monkeypatch.setattr(target, "info", short)
-        bench(self, config, profile, seed, rows, target, speculator)
+    def cramped(self, config, profile, seed, rows, engine, speculator):
+        short = replace(engine.target.info, max_position_embeddings=longest + 7)
+        monkeypatch.setattr(engine.target, "info", short)
+        bench(self, config, profile, seed, rows, engine, speculator)
 
     monkeypatch.setattr(Bench, "__init__", cramped)
     artifact = tiny_runs.run(words, "measure.num_draft_tokens=[1,3]", "measure.num_bootstrap=52")

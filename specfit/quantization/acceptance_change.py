@@ -6,9 +6,9 @@ from typing import Any
 from specfit.acceptance import Measured, changes
 from specfit.artifacts import Artifact
 from specfit.config import MeasureConfig, ProfileConfig
+from specfit.engine import DecodeEngine
 from specfit.files import read_jsonl
 from specfit.measuring import Bench, Way, decode_all, held_out
-from specfit.targets.target import Target
 
 HEAD = "given"  # its name in the journals
 
@@ -17,8 +17,8 @@ def acceptance_changes(
     folder: Path,
     speculator: Artifact,
     *,
-    before: Target,
-    after: Target,
+    before: DecodeEngine,
+    after: DecodeEngine,
     config: MeasureConfig,
     profile: ProfileConfig,
     prompts: Artifact,
@@ -29,8 +29,8 @@ def acceptance_changes(
     Args:
         folder: keeps what was decoded, so that a killed run goes on where it was.
         speculator: an artifact of `train`.
-        before: the target as it came.
-        after: the quantized one.
+        before: of the target as it came.
+        after: of the quantized one.
         config: how to decode, as for `measure`; each component at its own temperature.
         profile: weighs the components.
         prompts: has the conversations.
@@ -42,8 +42,8 @@ def acceptance_changes(
     conversations = held_out(prompts)
     ways = [Way(HEAD, k, None) for k in config.num_draft_tokens]
     measured: list[list[Measured]] = []
-    for name, target in (("before", before), ("after", after)):
-        bench = Bench(config, profile, seed, conversations, target, {HEAD: speculator})
+    for name, engine in (("before", before), ("after", after)):
+        bench = Bench(config, profile, seed, conversations, engine, {HEAD: speculator})
         journal = folder / f"acceptance_{name}.jsonl"
         for way in ways:
             decode_all(journal, bench, way)

@@ -4,22 +4,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from specfit.answering import answer_plainly
+from specfit.engine import DecodeEngine
 from specfit.quantization.texts import BATCH_SIZE, Answered, TextSettings
-from specfit.targets.target import Target
 from specfit_serve.decode import Request
 
 
 def first_differences(
-    target: Target, answered: Sequence[Answered], settings: TextSettings
+    engine: DecodeEngine, answered: Sequence[Answered], settings: TextSettings
 ) -> dict[str, Any]:
-    """Of the answers that were greedy, the index of the first token that `target` gives otherwise.
+    """Of the answers that were greedy, the index of the first token that another target gives.
 
     `settings.num_counted` stands for none within so many tokens.
     """
     recorded = {a.id: a for a in answered if settings.temperatures[a.component] == 0}
     firsts: list[int] = []
     for found in answer_plainly(
-        target,
+        engine,
         [Request(a.id, a.prompt, 0.0) for a in recorded.values()],
         max_new_tokens=settings.num_counted,
         batch_size=BATCH_SIZE,

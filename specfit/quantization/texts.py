@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from specfit.answering import answer_plainly
+from specfit.engine import DecodeEngine
 from specfit.files import append_jsonl, read_jsonl, write_jsonl
 from specfit.quantization.divergence import Passages
 from specfit.quantization.measured import Text
-from specfit.targets.target import Target
 from specfit_serve.decode import Request
 
 BATCH_SIZE = 64  # conversations answered at once
@@ -42,7 +42,7 @@ class TextSettings:
 def read_texts(
     journal: Path,
     conversations: Sequence[dict[str, Any]],
-    target: Target,
+    engine: DecodeEngine,
     settings: TextSettings,
 ) -> dict[Text, list[Answered]]:
     """As many conversations for each text, none in two of them, mixed as the profile is.
@@ -50,7 +50,7 @@ def read_texts(
     Args:
         journal: keeps answers, also those that ended early; an earlier, killed run's are used.
         conversations: rows of conversations.jsonl, taken in their order.
-        target: answers them, as it is.
+        engine: answers them.
         settings: how many, and how long.
 
     Raises:
@@ -66,7 +66,7 @@ def read_texts(
         own = [row for row in conversations if row["component"] == component]
         num_others = quota * len(others)
         num_wanted = num_others + long[component]
-        found = _long_answers(journal, known, own, num_wanted, target, settings)
+        found = _long_answers(journal, known, own, num_wanted, engine, settings)
         for i, answered in enumerate(found[:num_others]):
             texts[others[i % len(others)]].append(answered)
         texts[Text.units] += found[num_others:]
@@ -104,7 +104,7 @@ def _long_answers(
     known: dict[str, Answered],
     conversations: Sequence[dict[str, Any]],
     num_wanted: int,
-    target: Target,
+    engine: DecodeEngine,
     settings: TextSettings,
 ) -> list[Answered]:
     """The first conversations whose answers are long enough, answered as far as needed."""
@@ -119,7 +119,7 @@ def _long_answers(
                 f"of {settings.num_counted} tokens: {component} has {len(found)} of {num_wanted}; "
                 "raise data.num_train, or lower them or quantize.counted_tokens"
             )
-        _answer(journal, known, rows, target, settings)
+        _answer(journal, known, rows, engine, settings)
         found += [a for row in rows if len((a := known[row["id"]]).answer) >= settings.num_counted]
         num_taken += len(rows)
     return found[:num_wanted]
@@ -129,7 +129,7 @@ def _answer(
     journal: Path,
     known: dict[str, Answered],
     rows: Sequence[dict[str, Any]],
-    target: Target,
+    engine: DecodeEngine,
     settings: TextSettings,
 ) -> None:
     by_id = {row["id"]: row for row in rows if row["id"] not in known}
@@ -140,7 +140,7 @@ def _answer(
         for i, row in by_id.items()
     ]
     for found in answer_plainly(
-        target,
+        engine,
         requests,
         max_new_tokens=settings.num_counted,
         batch_size=BATCH_SIZE,

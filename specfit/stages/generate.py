@@ -10,9 +10,9 @@ from typing import Any
 from specfit.answering import answer_plainly
 from specfit.artifacts import Artifact
 from specfit.config import GenerateConfig
+from specfit.engine import DecodeEngine
 from specfit.files import append_jsonl, read_jsonl, write_json, write_text
 from specfit.states.record import StateRecorder
-from specfit.targets.target import Target
 from specfit_kernels.floors import speed
 from specfit_serve.decode import Decoded, Request
 
@@ -29,7 +29,7 @@ def run(
     temperatures: dict[str, float],
     seed: int,
     prompts: Artifact,
-    target: Target,
+    engine: DecodeEngine,
     recorder: StateRecorder | None = None,
 ) -> None:
     """Writes answers.jsonl and generate.json.
@@ -40,7 +40,7 @@ def run(
         temperatures: of each component.
         seed: of sampled answers.
         prompts: the conversations.
-        target: answers them.
+        engine: answers them.
         recorder: keeps the hidden states of the answers made here.
     """
     if (folder / FIGURES).exists():
@@ -53,7 +53,7 @@ def run(
         # Validation answers are the target's in any case: they stand for what it would verify.
         references = _references([row for row in conversations if row["split"] == "train"])
         conversations = [row for row in conversations if row["split"] == "validation"]
-    figures = _answer(folder, config, temperatures, seed, conversations, target, recorder)
+    figures = _answer(folder, config, temperatures, seed, conversations, engine, recorder)
     _finish(folder, references, figures)
 
 
@@ -63,7 +63,7 @@ def _answer(
     temperatures: dict[str, float],
     seed: int,
     conversations: list[dict[str, Any]],
-    target: Target,
+    engine: DecodeEngine,
     recorder: StateRecorder | None,
 ) -> dict[str, Any]:
     journal = folder / "journal.jsonl"
@@ -84,7 +84,7 @@ def _answer(
     started = perf_counter()
     num_tokens = num_prompt_tokens = 0
     for found in answer_plainly(
-        target,
+        engine,
         requests,
         max_new_tokens=config.max_new_tokens,
         batch_size=config.batch_size,
@@ -102,6 +102,7 @@ def _answer(
     if recorder:
         recorder.flush()
     seconds = perf_counter() - started
+    target = engine.target
     flops = target.info.forward_flops(num_prompt_tokens + num_tokens, num_tokens)
     shape = (config.batch_size, target.info.intermediate_size, target.info.hidden_size)
     return speed(

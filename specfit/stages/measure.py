@@ -12,9 +12,9 @@ from tqdm import tqdm
 from specfit.acceptance import Measured, Timed, changes, component_row, mix_row
 from specfit.artifacts import Artifact
 from specfit.config import MeasureConfig, ProfileConfig
+from specfit.engine import DecodeEngine
 from specfit.files import read_jsonl, write_json, write_jsonl
 from specfit.measuring import Bench, Way, decode_all, held_out, is_of
-from specfit.targets.target import Target
 from specfit_serve.decode import Decoded
 
 VERSION = 3
@@ -32,14 +32,14 @@ def run(
     seed: int,
     prompts: Artifact,
     speculators: dict[str, Artifact],
-    target: Target,
+    engine: DecodeEngine,
 ) -> None:
     """Writes requests.jsonl and timings.jsonl (an answer a line) and acceptance.json (figures).
 
     Answers of an earlier, killed run in `folder` are kept. `speculators` are by name as
     `acceptance.json` has it, the fitted one first.
     """
-    bench = Bench(config, profile, seed, held_out(prompts), target, speculators)
+    bench = Bench(config, profile, seed, held_out(prompts), engine, speculators)
     ways = list(_ways(config, speculators))
     for way in ways:
         decode_all(folder / "requests.jsonl", bench, way)
@@ -55,7 +55,7 @@ def run(
             "differences": differences,
             "heads": _heads(bench, ways, measured),
             "confidence": config.confidence,
-            "device": str(target.device),
+            "device": str(engine.target.device),
             "num_threads": torch.get_num_threads(),
         },
     )
@@ -127,9 +127,10 @@ def _differences(bench: Bench, measured: list[Measured]) -> list[dict[str, Any]]
         pairs = list(zip(m.tokens, plain[m.id].tokens, strict=False))
         position = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
         context = bench.by_id[m.id]["prompt_ids"] + plain[m.id].tokens[:position]
-        ids = torch.tensor([context], device=bench.target.device)
-        _, last = bench.target.states(ids, torch.ones_like(ids, dtype=torch.bool), [])
-        logits = bench.target.logits(last[0, -1])
+        target = bench.engine.target
+        ids = torch.tensor([context], device=target.device)
+        _, last = target.states(ids, torch.ones_like(ids, dtype=torch.bool), [])
+        logits = target.logits(last[0, -1])
         plain_token, token = _at(plain[m.id].tokens, position), _at(m.tokens, position)
         both = plain_token is not None and token is not None
         found.append(

@@ -13,7 +13,8 @@ from tqdm import tqdm
 
 from specfit.artifacts import Artifact
 from specfit.checks import GateRejected
-from specfit.config import MeasureConfig, ProfileConfig
+from specfit.config import Engine, MeasureConfig, ProfileConfig
+from specfit.engine import DecodeEngine, decode_engine
 from specfit.files import write_json
 from specfit.quantization.acceptance_change import acceptance_changes
 from specfit.quantization.checkpoint import is_complete, write_checkpoint
@@ -64,6 +65,7 @@ class QuantizeJob:
     measure: MeasureConfig  # of the speculator
     source: Path  # the checkpoint's folder
     target: Target  # the same, loaded
+    engine: Engine
 
 
 def run(job: QuantizeJob) -> None:
@@ -107,9 +109,10 @@ def run(job: QuantizeJob) -> None:
     )
     write_json(job.folder / "info.json", quantized.info.to_json())
     recipe = _recipe(divergence, selection, chosen, plan) | {"curve": alone["curve"]}
-    fidelity = _fidelity(job, divergence, chosen, quantized, texts, settings)
+    engine = decode_engine(job.engine, quantized, job.folder / MODEL)
+    fidelity = _fidelity(job, divergence, chosen, engine, texts, settings)
     fidelity["comparisons"] = [asdict(comparison) for comparison in compared]
-    fidelity["acceptance"] = _acceptance(job, quantized)
+    fidelity["acceptance"] = _acceptance(job, engine)
     write_json(job.folder / "recipe.json", recipe)
     quantization.write_page(job.folder, target.info.name, recipe, fidelity)
     write_json(job.folder / FIDELITY, fidelity)
@@ -221,14 +224,14 @@ def _recipe(
     }
 
 
-def _acceptance(job: QuantizeJob, quantized: Target) -> list[dict[str, Any]]:
+def _acceptance(job: QuantizeJob, quantized: DecodeEngine) -> list[dict[str, Any]]:
     """How the acceptance length of the given speculator changes; empty where none is given."""
     if job.speculator is None:
         return []
     return acceptance_changes(
         job.folder,
         job.speculator,
-        before=job.target,
+        before=decode_engine(job.engine, job.target, job.source),
         after=quantized,
         config=job.measure,
         profile=job.profile,
@@ -241,14 +244,14 @@ def _fidelity(
     job: QuantizeJob,
     divergence: ModelDivergence,
     chosen: Bool[Tensor, "units"],
-    quantized: Target,
+    quantized: DecodeEngine,
     texts: dict[Text, list[Answered]],
     settings: TextSettings,
 ) -> dict[str, Any]:
     """Figures of the checkpoint as it was written, read back, on each text."""
     rows = []
     for text in texts:
-        figures = divergence.tokens_of(quantized, text)
+        figures = divergence.tokens_of(quantized.target, text)
         rows.append({"text": text.name} | figures.row(job.seed))
     report = rows[-1]
     selection = rows[list(texts).index(Text.selection)]

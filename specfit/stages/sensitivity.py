@@ -10,6 +10,7 @@ from pathlib import Path
 
 from specfit.artifacts import Artifact
 from specfit.config import ProfileConfig
+from specfit.engine import DecodeEngine
 from specfit.files import read_jsonl, write_json
 from specfit.quantization.activations import input_amax
 from specfit.quantization.checkpoint import quantized_size
@@ -40,6 +41,7 @@ class SensitivityJob:
     prompts: Artifact
     source: Path  # the checkpoint's folder
     target: Target  # the same, loaded
+    engine: DecodeEngine  # of that
 
 
 def run(job: SensitivityJob) -> None:
@@ -59,7 +61,7 @@ def run(job: SensitivityJob) -> None:
     rows = read_jsonl(job.prompts.file("conversations.jsonl"))
     conversations = [row for row in rows if row["split"] == "train"]
     answers = job.folder / ANSWERS
-    texts = read_texts(answers, conversations, job.target, settings)
+    texts = read_texts(answers, conversations, job.engine, settings)
     amax = None
     if job.config.activations is not Activations.none:
         text = passages(texts[Text.calibration], settings)

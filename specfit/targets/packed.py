@@ -1,12 +1,14 @@
 """A target's weights as the CPU kernels read them, in the numbers that its checkpoint holds."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float32
 from torch import Tensor
 
+from specfit.quantization.reading import input_global_scales, read_quantized, scheme_of
 from specfit.targets.target import Target
 from specfit_kernels.cpu_layers import MAX_HEAD_DIM, DecoderLayer, HeadNorms, Rope
 from specfit_kernels.cpu_weights import Activations, CpuWeight, pack
@@ -17,6 +19,22 @@ from specfit_serve.llama import LlamaWeights
 Stored = FP4Tensor | FP8Tensor | Tensor
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # of which a table can be made once
+
+
+def stored_weights(folder: Path) -> dict[str, Stored] | None:
+    """The tensors of a checkpoint in NVFP4 or FP8, by the model's names; None if not quantized.
+
+    Raises:
+        ValueError: the kernels cannot read how it is quantized.
+    """
+    if scheme_of(folder) is None:
+        return None
+    if input_global_scales(folder):
+        raise ValueError(
+            f"the inputs of NVFP4 matrices must not be quantized for the CPU kernels (W4A16), got "
+            f"W4A4: {folder}; runtime.engine=torch runs this target"
+        )
+    return dict(read_quantized(folder))
 
 
 def llama_weights(

@@ -1,0 +1,76 @@
+"""What decodes: the CPU kernels where they run the target, transformers elsewhere."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from specfit.config import Engine
+from specfit.draft_vocab import DraftVocab
+from specfit.speculators.eagle3 import Eagle3
+from specfit.speculators.packed import eagle3_weights
+from specfit.speculators.proposer import Eagle3Proposer
+from specfit.targets.packed import llama_weights, stored_weights
+from specfit.targets.slots import SlotTarget
+from specfit.targets.target import Target
+from specfit_kernels import cpu_build
+from specfit_serve import eagle3
+from specfit_serve.llama import LlamaTarget, LlamaWeights
+from specfit_serve.protocols import DecodeTarget, Proposer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DecodeEngine:
+    """Makes the slots that a target is decoded in, and the heads that draft there."""
+
+    target: Target
+    weights: LlamaWeights | None = None  # the target's, packed; None: transformers runs it
+
+    def slots(
+        self, *, num_slots: int, max_length: int, aux_layers: list[int] | None
+    ) -> DecodeTarget:
+        """Empty ones; the arguments are those of `SlotTarget` and `LlamaTarget`."""
+        if self.weights is None:
+            return SlotTarget(
+                self.target, num_slots=num_slots, max_length=max_length, aux_layers=aux_layers
+            )
+        return LlamaTarget(
+            self.weights, num_slots=num_slots, max_length=max_length, aux_layers=aux_layers
+        )
+
+    def eagle3(
+        self, head: Eagle3, vocab: DraftVocab, *, num_slots: int, max_length: int
+    ) -> Proposer:
+        """A head over as many slots."""
+        embeddings = self.target.embeddings.weight.detach()
+        if self.weights is None or head.config.hidden_act != "silu":
+            return Eagle3Proposer(
+                head, vocab, embeddings, num_slots=num_slots, max_length=max_length
+            )
+        weights = eagle3_weights(head, vocab, embeddings)
+        return eagle3.Eagle3Proposer(weights, num_slots=num_slots, max_length=max_length)
+
+
+def decode_engine(name: Engine, target: Target, folder: Path) -> DecodeEngine:
+    """The engine that `runtime.engine` asks for.
+
+    Args:
+        name: `auto` takes transformers where the kernels cannot run the target, and logs why.
+        target: in memory.
+        folder: of its checkpoint, whose quantized matrices the kernels read as they are.
+
+    Raises:
+        ValueError: the kernels are asked for and cannot run the target.
+    """
+    if name is Engine.torch or (name is Engine.auto and target.device.type != "cpu"):
+        return DecodeEngine(target)
+    try:
+        if name is Engine.auto and cpu_build.paths() == [cpu_build.CpuPath.torch]:
+            raise ValueError("the CPU kernels are not compiled")
+        return DecodeEngine(target, llama_weights(target, stored_weights(folder)))
+    except ValueError as error:
+        if name is Engine.fp4:
+            raise
+        log.info("decode engine=torch reason=%s", error)
+        return DecodeEngine(target)
