@@ -8,6 +8,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from specfit.checks import require, require_positive
+from specfit.latency.config import BenchConfig
 from specfit.quantization.config import QuantizeConfig
 from specfit_data.sources import Source
 
@@ -26,7 +27,8 @@ class Stage(Enum):
     train = 8
     measure = 9
     export = 10
-    report = 11
+    bench = 11
+    report = 12
 
 
 class LossOn(Enum):
@@ -301,6 +303,7 @@ class ReportConfig:
     """What the page shows."""
 
     sweep: str | None = None  # a multirun folder: compare its jobs in one table
+    bench: bool = False  # latency, too: `stage=bench` is made first
 
 
 @dataclass
@@ -344,6 +347,7 @@ class RunConfig:
     speculator: SpeculatorConfig = MISSING
     train: TrainConfig = MISSING
     measure: MeasureConfig = MISSING
+    bench: BenchConfig = MISSING
     report: ReportConfig = MISSING
     runtime: RuntimeConfig = MISSING
 

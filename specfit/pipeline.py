@@ -20,6 +20,7 @@ from specfit.files import GIB, dumps
 from specfit.recipes import given_head, more_heads, recipes_of, unquantized
 from specfit.speculators.initialize import aux_layers_of, head_config
 from specfit.stages import (
+    bench,
     export,
     extract,
     fit,
@@ -123,10 +124,14 @@ class _Path:
     @property
     def engine(self) -> DecodeEngine:
         """Decodes the target that speculation is fitted to."""
+        return decode_engine(self.cfg.runtime.engine, self.loaded, self.served_folder)
+
+    @property
+    def served_folder(self) -> Path:
+        """Of that target's checkpoint."""
         if self.served is self.target:
-            return self.plain_engine
-        folder = self.served.folder() / quantize.MODEL
-        return decode_engine(self.cfg.runtime.engine, self.loaded, folder)
+            return checkpoint_folder(self.target, self.location)
+        return self.served.folder() / quantize.MODEL
 
     @cached_property
     def prompts(self) -> Artifact:
@@ -327,6 +332,26 @@ class _Path:
         )
 
     @cached_property
+    def bench(self) -> Artifact:
+        conversations, measured, speculator = self.prompts, self.measure, self.train
+        gguf = self.location.gguf_file
+        return self._make(
+            "bench",
+            lambda folder: bench.run(
+                bench.BenchJob(
+                    folder=folder,
+                    config=self.cfg.bench,
+                    prompts=conversations,
+                    measured=measured,
+                    speculator=speculator,
+                    target=self.loaded,
+                    source=self.served_folder,
+                    gguf=self.location.folder / gguf if gguf else None,
+                )
+            ),
+        )
+
+    @cached_property
     def report(self) -> Artifact:
         inputs = {
             name: getattr(self, name).folder()
@@ -343,6 +368,7 @@ class _Path:
                 folder,
                 **inputs,
                 quantize=quantized,
+                bench=self.bench.file(bench.FIGURES) if self.cfg.report.bench else None,
                 extract=states,
                 provenance=self._provenance(),
                 report=self.cfg.report,

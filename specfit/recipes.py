@@ -10,6 +10,7 @@ from specfit.artifacts import Artifact, Recipe, artifact_at
 from specfit.checks import require
 from specfit.config import ExtractMode, RunConfig, Stage
 from specfit.stages import (
+    bench,
     export,
     extract,
     fit,
@@ -76,9 +77,12 @@ def recipes_of(cfg: RunConfig, location: Location, digests: Path) -> dict[str, R
     }
     add(Stage.measure, measure.VERSION, measuring, f"{served} prompts train")
     add(Stage.export, export.VERSION, {"seed": cfg.seed}, f"{served} train")
+    machine = {"processor": bench.processor(), "num_threads": cfg.runtime.num_threads}
+    add(Stage.bench, bench.VERSION, asdict(cfg.bench) | machine, f"{served} prompts measure train")
     shown = {"profile": asdict(cfg.profile), "sweep": _sweep(cfg.report.sweep)}
     quantized = "quantize" if served == "quantize" else ""
-    read = f"prompts {quantized} generate fit {stored} train measure export"
+    timed = "bench" if cfg.report.bench else ""
+    read = f"prompts {quantized} generate fit {stored} train measure export {timed}"
     add(Stage.report, report.VERSION, shown, read)
     return found
 

@@ -38,6 +38,18 @@ def matmul_gflops(
     return 2 * rows * columns * inner * num / best / GFLOP
 
 
+def read_bytes_per_second(*, seconds: float = 0.3) -> float:
+    """Of this machine's memory, with torch's threads: the best of several sums over WEIGHT_BYTES."""
+    values = torch.ones(WEIGHT_BYTES // 4)
+    best = float("inf")
+    end = perf_counter() + seconds
+    while best == float("inf") or perf_counter() < end:
+        start = perf_counter()
+        values.sum()
+        best = min(best, perf_counter() - start)
+    return values.nbytes / best
+
+
 def speed(
     *,
     num_tokens: int,

@@ -27,6 +27,14 @@ class LlamaWeights:
     rope: Rope  # at every position of the context
     eos_ids: frozenset[int]
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the matrices that a pass reads; an embedding is one row."""
+        matrices = [self.head]
+        for layer in self.layers:
+            matrices += [layer.qkv, layer.o, layer.gate_up, layer.down]
+        return sum(m.tiles.nbytes + m.channel_scales.nbytes for m in matrices)
+
 
 class LlamaTarget:
     """A `DecodeTarget` whose bits do not depend on who shares a pass, nor on how long it is.
@@ -74,6 +82,7 @@ class LlamaTarget:
         self.aux_layers = aux_layers
         self.num_slots = num_slots
         self.max_length = max_length
+        self.num_columns = num_pages * PAGE
         self.vocab_size = weights.head.rows
         self.eos_ids = weights.eos_ids
         self.pages = PageTable(
@@ -89,6 +98,11 @@ class LlamaTarget:
             )
             for layer in weights.layers
         ]
+
+    @property
+    def column_bytes(self) -> int:
+        """Of the keys and values of one token in all layers."""
+        return sum(kv.keys[0, :, :, 0].nbytes + kv.values[0, :, 0].nbytes for kv in self._kv)
 
     @torch.inference_mode()
     def forward(

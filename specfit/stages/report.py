@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specfit.config import ReportConfig
-from specfit.report import making, measured, opening, pages, plots, quantization
+from specfit.report import latency, making, measured, opening, pages, plots, quantization
 from specfit.report.acceptance import Acceptance
 from specfit.report.definitions import definitions
 from specfit.report.document import Document
@@ -28,6 +28,7 @@ def run(
     train: Path,
     measure: Path,
     export: Path,
+    bench: Path | None,
     provenance: dict[str, Any],
     report: ReportConfig,
 ) -> None:
@@ -43,6 +44,7 @@ def run(
         train: see `prompts`.
         measure: see `prompts`.
         export: see `prompts`.
+        bench: its figures; None where latency was not measured.
         provenance: keys, versions, git, seed, command, target, profile and config.
         report: what else to show; a sweep is written beside the page.
 
@@ -64,6 +66,7 @@ def run(
         "acceptance": _read(measure / "acceptance.json"),
         "parity": _read(export / "parity.json"),
         "manifest": _read(export / "manifest.json"),
+        "bench": None if bench is None else _read(bench),
     }
     found = Acceptance.of(record["acceptance"])
     record["verdict"] = opening.verdict(found)
@@ -85,12 +88,14 @@ def _compose(folder: Path, record: dict[str, Any], found: Acceptance) -> Documen
     quantized = []
     if record["recipe"]:
         quantized = quantization.sections(folder, record["recipe"], record["fidelity"])
+    timed = [latency.section(folder, record["bench"])] if record["bench"] else []
     return Document(
         opening.title(found, provenance),
         opening.lead(found, provenance),
         opening.opening(found, provenance, parity),
         [
             *measured.sections(found, images),
+            *timed,
             *quantized,
             making.training(train, record["train_log"], record["evals"], images),
             making.data(record["prompts"], record["generate"]),

@@ -13,10 +13,11 @@ from specfit.targets.target import Target
 from specfit_kernels.cpu_layers import MAX_HEAD_DIM, DecoderLayer, HeadNorms, Rope
 from specfit_kernels.cpu_weights import Activations, CpuWeight, pack
 from specfit_kernels.fp8 import FP8Tensor
+from specfit_kernels.int8 import Int8Tensor
 from specfit_kernels.nvfp4 import FP4Tensor
 from specfit_serve.llama import LlamaWeights
 
-Stored = FP4Tensor | FP8Tensor | Tensor
+Stored = FP4Tensor | FP8Tensor | Int8Tensor | Tensor
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # of which a table can be made once
 
@@ -47,9 +48,9 @@ def llama_weights(
 
     Args:
         target: loaded, on the CPU.
-        stored: the checkpoint's tensors by the names of the model's parameters, those in NVFP4 or
-            FP8 as they are; None: the parameters.
-        activations: of the matrices in NVFP4.
+        stored: the checkpoint's tensors by the names of the model's parameters, those that are
+            quantized as they are; None: the parameters. A head that is not among them is tied.
+        activations: of the matrices in NVFP4 and INT8.
 
     Raises:
         ValueError: the kernels cannot run such a model; the message says what is in the way.
@@ -58,7 +59,7 @@ def llama_weights(
     if stored is None:
         stored = {name: p.detach() for name, p in target.model.named_parameters()}
     embeddings = _plain(stored["model.embed_tokens.weight"])
-    head = embeddings if target.info.tied_embeddings else _plain(stored["lm_head.weight"])
+    head = _matrix(stored.get("lm_head.weight", embeddings))
     return LlamaWeights(
         embeddings=embeddings,
         layers=tuple(
@@ -67,7 +68,7 @@ def llama_weights(
         ),
         norm=_vector(stored["model.norm.weight"]),
         eps=target.info.rms_norm_eps,
-        head=pack([head], name="lm_head"),
+        head=_packed([head], activations, name="lm_head"),
         rope=_rope(target),
         eos_ids=frozenset(target.info.eos_ids),
     )
@@ -115,17 +116,11 @@ def _layer(
 ) -> DecoderLayer:
     def packed(*modules: str) -> CpuWeight:
         parts = [_matrix(stored[f"{layer}.{module}.weight"]) for module in modules]
-        nvfp4 = all(isinstance(part, FP4Tensor) for part in parts)
         biases = [f"{layer}.{module}.bias" for module in modules]
         bias = None
         if biases[0] in stored:
             bias = torch.cat([_vector(stored[name]) for name in biases])
-        return pack(
-            parts,
-            activations=activations if nvfp4 else Activations.fp32,
-            bias=bias,
-            name=f"{layer}.{modules[0]}",
-        )
+        return _packed(parts, activations, bias=bias, name=f"{layer}.{modules[0]}")
 
     def norm(module: str) -> Float32[Tensor, " size"]:
         return _vector(stored[f"{layer}.{module}.weight"])
@@ -142,6 +137,18 @@ def _layer(
         post_attention_norm=norm("post_attention_layernorm"),
         eps=eps,
         head_norms=head_norms,
+    )
+
+
+def _packed(
+    parts: list[Stored], activations: Activations, *, name: str, bias: Tensor | None = None
+) -> CpuWeight:
+    whole_numbers = all(isinstance(part, FP4Tensor | Int8Tensor) for part in parts)
+    return pack(
+        parts,
+        activations=activations if whole_numbers else Activations.fp32,
+        bias=bias,
+        name=name,
     )
 
 

@@ -1,0 +1,1 @@
+"""How long decoding takes on the machine at hand, and what that is held against."""
