@@ -17,13 +17,15 @@ fit: export TOKENIZERS_PARALLELISM ?= false
 fit: $(STAMP) ## run specfit; make fit ARGS='stage=train train.lr=1e-3' passes it options
 	@$(BIN)/specfit $(ARGS)
 
-# One thread: the same sums on every machine, and no fight for cores.
+# A process a core, of one thread each: the same sums on every machine, and no fight for cores. The
+# tests of a file stay together, since they share what they make.
 test test-all: export OMP_NUM_THREADS := 1
+test test-all: PYTEST := $(BIN)/python -m pytest --numprocesses $(CORES) --dist loadfile
 test: $(STAMP) ## the tests, but those that take minutes
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-all: $(STAMP) ## all tests
-	$(BIN)/python -m pytest -m ''
+	$(PYTEST) -m ''
 
 table: $(STAMP) ## the README's table of results, from the default job
 	@$(BIN)/python tests/readme_table.py "$$($(BIN)/specfit $(ARGS) | tail -n 1)"

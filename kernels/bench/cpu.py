@@ -1,6 +1,9 @@
-"""The CPU kernels beside what the machine's memory allows and beside torch, in one run.
+"""The CPU kernels beside what the machine's memory allows, torch and onnxruntime, in one run.
 
     python kernels/bench/cpu.py
+
+onnxruntime is one of them where it is installed, with onnx. llama.cpp multiplies no matrix by
+itself: `specfit stage=bench bench.llama_cpp=...` is where it is a peer.
 
 Shapes are those of SmolLM2-135M. Weights come from memory: each product goes over copies that no
 cache holds, and a whole step over 30 layers and the head. Medians; a thread unless told otherwise.
@@ -12,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from time import perf_counter
 
 import torch
@@ -20,6 +24,7 @@ from torch import Tensor
 from specfit_kernels import cpu, cpu_build, int8, nvfp4
 from specfit_kernels.cpu_layers import PAGE, DecoderLayer, PagedKV, Rope, Rows
 from specfit_kernels.cpu_weights import Activations, CpuWeight, Matrix, pack
+from specfit_kernels.floors import read_bytes_per_second
 from specfit_kernels.rules import ScaleRule
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCABULARY = 576, 1536, 9, 3, 64, 30, 49152
@@ -36,10 +41,10 @@ Product = Callable[[Tensor], object]
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to multiply: bytes a weight, and a product with one matrix."""
+    """A way to multiply: bits a weight, and a product with one matrix."""
 
     name: str
-    bytes_per_weight: float
+    bits: float
     product: Callable[[Tensor], Product]
 
 
@@ -50,7 +55,7 @@ def ours(name: str, bits: float, quantize: Callable[[Tensor], Matrix], mode: Act
         packed = pack([quantize(weight)], activations=mode)
         return lambda x: cpu.linear(x, packed)
 
-    return Kind(f"{name} x {mode.name}", bits / 8, product)
+    return Kind(f"{name} x {mode.name}", bits, product)
 
 
 def amax_nvfp4(weight: Tensor) -> nvfp4.FP4Tensor:
@@ -77,6 +82,48 @@ def torch_dynamic_int8(weight: Tensor) -> Product:
     return lambda x: torch.ops.quantized.linear_dynamic(x, packed)
 
 
+def torch_int4(weight: Tensor) -> Product:
+    """Torch's packed 4 bits in groups of 32, with a scale and a zero point each; random codes."""
+    rows, columns = weight.shape
+    codes = torch.randint(16, weight.shape, dtype=torch.int32)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    scales = torch.rand(columns // 32, rows, 2)
+    return lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, 32, scales)
+
+
+def onnxruntime_int4(weight: Tensor) -> Product:
+    """MatMulNBits with groups of 32 and activations in int8; random codes."""
+    import onnxruntime
+    from onnx import TensorProto, helper
+
+    rows, columns = weight.shape
+    codes = torch.randint(256, (rows, columns // 32, 16), dtype=torch.uint8)
+    scales = torch.rand(rows * columns // 32)
+    sizes = {"N": rows, "K": columns, "bits": 4, "block_size": 32, "accuracy_level": 4}
+    node = helper.make_node("MatMulNBits", ["x", "w", "s"], ["y"], domain="com.microsoft", **sizes)
+    graph = helper.make_graph(
+        [node],
+        "product",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", columns])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", rows])],
+        [
+            helper.make_tensor(name, kind, tensor.shape, tensor.numpy().tobytes(), raw=True)
+            for name, kind, tensor in (
+                ("w", TensorProto.UINT8, codes),
+                ("s", TensorProto.FLOAT, scales),
+            )
+        ],
+    )
+    versions = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=versions, ir_version=9)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    return lambda x: session.run(None, {"x": x.numpy()})
+
+
 KINDS = [
     ours("nvfp4", 4.5, amax_nvfp4, Activations.int8),
     ours("nvfp4", 4.5, amax_nvfp4, Activations.fp32),
@@ -84,10 +131,13 @@ KINDS = [
     ours("int8", 8.5, int8.quantize, Activations.fp32),
     ours("bf16", 16, Tensor.bfloat16, Activations.fp32),
     ours("fp32", 32, lambda weight: weight, Activations.fp32),
-    Kind("torch dynamic int8", 1, torch_dynamic_int8),
-    Kind("torch bf16", 2, torch_product(torch.bfloat16)),
-    Kind("torch fp32", 4, torch_product(torch.float32)),
+    Kind("torch int4", 5, torch_int4),
+    Kind("torch dynamic int8", 8, torch_dynamic_int8),
+    Kind("torch bf16", 16, torch_product(torch.bfloat16)),
+    Kind("torch fp32", 32, torch_product(torch.float32)),
 ]
+if find_spec("onnxruntime") and find_spec("onnx"):
+    KINDS.append(Kind("onnxruntime int4", 5, onnxruntime_int4))
 
 
 def median_seconds(call: Callable[[], object], repetitions: int) -> float:
@@ -101,18 +151,12 @@ def median_seconds(call: Callable[[], object], repetitions: int) -> float:
     return statistics.median(seconds)
 
 
-def read_bytes_per_second(repetitions: int) -> float:
-    """Of a sum over a matrix that no cache holds."""
-    values = torch.ones(MEMORY_BYTES // 4)
-    return values.nbytes / median_seconds(values.sum, repetitions)
-
-
 def product_seconds(
     kind: Kind, shape: tuple[int, int], rows: Sequence[int], times: int
 ) -> list[float]:
     """Of one product, for each number of rows."""
     weight = torch.randn(shape)
-    copies = max(1, int(MEMORY_BYTES / (kind.bytes_per_weight * weight.numel())))
+    copies = max(1, int(8 * MEMORY_BYTES / (kind.bits * weight.numel())))
     products = [kind.product(weight) for _ in range(copies)]
 
     def all_of(x: Tensor) -> None:
@@ -177,7 +221,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rows, times = options.rows, options.repetitions
-    bandwidth = read_bytes_per_second(times)
+    bandwidth = read_bytes_per_second()
     path = cpu_build.paths()[0].value
     sys.stdout.write(f"path {path}, {options.threads} threads, reads {bandwidth / 1e9:.1f} GB/s\n")
 
@@ -189,7 +233,7 @@ def main() -> None:
         )
         for kind in KINDS:
             seconds = product_seconds(kind, shape, rows, times)
-            floor = kind.bytes_per_weight * shape[0] * shape[1] / bandwidth
+            floor = kind.bits / 8 * shape[0] * shape[1] / bandwidth
             cells = "".join(f"{1e6 * s:11.1f}{floor / s:7.2f}" for s in seconds)
             ratios = " ".join(f"{s / seconds[0]:.2f}" for s in seconds)
             sys.stdout.write(f"{kind.name:<22}{cells}   {ratios}\n")
