@@ -1,5 +1,8 @@
 """What a device runs, and what is said of one that does not."""
 
+import importlib
+import re
+
 import pytest
 import torch
 
@@ -7,6 +10,14 @@ from specfit_kernels import support
 from specfit_kernels.support import Kernel, require, runnable
 
 GPU = torch.device("cuda", 0)
+# A function of files with several kernels.
+PARTS = {
+    Kernel.linear_tokens: "quantize_tokens",
+    Kernel.norm_quant: "rmsnorm_quant",
+    Kernel.silu_mul: "silu_mul_quant",
+    Kernel.attention: "attn_verify",
+    Kernel.sampling: "accept",
+}
 
 
 @pytest.fixture
@@ -51,10 +62,13 @@ def test_a_hopper_is_told_which_kernel_to_use(device_of, kernel, instead):
 def test_an_older_gpu_is_told_to_use_torch(device_of):
     device_of(8, 0, "NVIDIA A100")
     assert runnable(GPU) == frozenset()
-    message = r"got NVIDIA A100 \(sm_80\); use specfit_kernels.linear_twins there$"
+    message = r"got NVIDIA A100 \(sm_80\); use (specfit_kernels\.\w+_twins) there$"
     for kernel in Kernel:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=message) as refused:
             require(kernel, GPU)
+        # It does that kernel's work.
+        twins = importlib.import_module(re.search(message, str(refused.value))[1])
+        assert hasattr(twins, PARTS.get(kernel, kernel.value))
 
 
 def test_a_cpu_is_told_of_the_kernels_that_it_has(monkeypatch):

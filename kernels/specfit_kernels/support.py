@@ -17,6 +17,12 @@ class Kernel(Enum):
     gemm_w4a4 = "gemm_w4a4"
     gemv_w4a16 = "gemv_w4a16"
     gemm_w4a16 = "gemm_w4a16"
+    norm_quant = "norm_quant"
+    silu_mul = "silu_mul"
+    rope_append = "rope_append"
+    skinny_bf16 = "skinny_bf16"
+    attention = "attention"
+    sampling = "sampling"
 
 
 _ALL = (90, 100, 103, 120)
@@ -28,6 +34,25 @@ ARCHITECTURES = {
     Kernel.gemm_w4a4: _BLOCK_SCALED,
     Kernel.gemv_w4a16: _ALL,
     Kernel.gemm_w4a16: _ALL,
+    Kernel.norm_quant: _ALL,
+    Kernel.silu_mul: _ALL,
+    Kernel.rope_append: _ALL,
+    Kernel.skinny_bf16: _ALL,
+    Kernel.attention: _ALL,
+    Kernel.sampling: _ALL,
+}
+# Where the torch twin of a kernel is.
+_TWINS = {
+    "linear_twins": (
+        Kernel.linear_tokens,
+        Kernel.skinny_w4a4,
+        Kernel.gemm_w4a4,
+        Kernel.gemv_w4a16,
+        Kernel.gemm_w4a16,
+    ),
+    "layer_twins": (Kernel.norm_quant, Kernel.silu_mul, Kernel.rope_append, Kernel.skinny_bf16),
+    "attention_twins": (Kernel.attention,),
+    "sampling_twins": (Kernel.sampling,),
 }
 _INSTEAD = {Kernel.skinny_w4a4: Kernel.gemv_w4a16, Kernel.gemm_w4a4: Kernel.gemm_w4a16}
 
@@ -65,5 +90,6 @@ def require(kernel: Kernel, device: torch.device) -> None:
     elif _INSTEAD.get(kernel) in can:
         hint = f"use {_INSTEAD[kernel].value} there"
     else:
-        hint = "use specfit_kernels.linear_twins there"
+        module = next(name for name, kernels in _TWINS.items() if kernel in kernels)
+        hint = f"use specfit_kernels.{module} there"
     raise ValueError(f"the device of {kernel.value} must be one of {known}, got {got}; {hint}")
