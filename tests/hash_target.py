@@ -59,7 +59,7 @@ class HashTarget:
 
     def reserve(self, slot, length):
         held = self.held | {slot: max(length, self.held.get(slot, 0))}
-        if sum(held.values()) > self.num_columns:
+        if length > self.max_length or sum(held.values()) > self.num_columns:
             return False
         self.held = held
         return True
@@ -68,6 +68,7 @@ class HashTarget:
         self.held.pop(slot, None)
 
     def move(self, source, to):
+        assert source != to
         self.cache[to] = self.cache[source]
         self.cache[source] = -1
         self.held[to] = self.held.pop(source, 0)
@@ -101,6 +102,34 @@ class StatelessProposer(NoProposer):
         return Draft(tokens, torch.tensor([len(row) for row in rows]))
 
 
+class WitnessProposer(StatelessProposer):
+    """Holds what a slot was told, as a head would, and compares it with the sequences."""
+
+    def __init__(self, target, draft_row):
+        super().__init__(draft_row)
+        self.target = target
+        self.slots = {}
+        self.num_compared = 0
+
+    def start(self, slot, tokens, features):
+        assert len(features) == len(tokens) - 1
+        self.slots[slot] = features
+
+    def propose(self, sequences, num_draft_tokens, temperatures, uniforms):
+        for slot, tokens in enumerate(sequences):
+            expected = self.target.hashes(torch.tensor([tokens[:-1]]))[0, :, None].float()
+            assert torch.equal(self.slots[slot], expected)
+            self.num_compared += 1
+        return super().propose(sequences, num_draft_tokens, temperatures, uniforms)
+
+    def observe(self, features, num_kept):
+        for slot, kept in enumerate(num_kept.tolist()):
+            self.slots[slot] = torch.cat([self.slots[slot], features[slot, : kept + 1]])
+
+    def move(self, source, to):
+        self.slots[to] = self.slots.pop(source)
+
+
 class SamplingProposer(NoProposer):
     """Samples every token from a distribution of its own, which is not the target's."""
 
@@ -110,9 +139,10 @@ class SamplingProposer(NoProposer):
     def propose(self, sequences, num_draft_tokens, _, uniforms):
         rows = len(sequences)
         probs = self.probs.expand(rows, num_draft_tokens, -1)
-        tokens = [sample(probs[:, i], uniforms[:, i]) for i in range(num_draft_tokens)]
-        lengths = torch.full((rows,), num_draft_tokens)
-        return Draft(torch.stack(tokens, dim=1), lengths, probs)
+        tokens = torch.zeros(rows, num_draft_tokens, dtype=torch.long)
+        for i in range(num_draft_tokens):
+            tokens[:, i] = sample(probs[:, i], uniforms[:, i])
+        return Draft(tokens, torch.full((rows,), num_draft_tokens), probs)
 
 
 def proposer(kind, target):

@@ -15,8 +15,9 @@ from specfit.quantization.config import Precision
 from specfit.speculators.proposer import Eagle3Proposer
 from specfit.targets.load import load
 from specfit.targets.locate import locate
+from specfit.targets.packed import llama_weights
 from specfit.targets.slots import SlotTarget
-from specfit_kernels import cpu_build
+from specfit_kernels import cpu_build, fp8
 from specfit_kernels.cpu_weights import WeightFormat
 from specfit_serve import eagle3
 from specfit_serve.decode import DecodeSettings, Request, decode
@@ -91,6 +92,17 @@ def test_a_mixture_of_experts_is_named(checkpoint):
     assert decode_engine(Engine.auto, tiny("qwen3_moe"), checkpoint).weights is None
     with pytest.raises(ValueError, match=r"the model must be one of.*got qwen3_moe"):
         decode_engine(Engine.fp4, tiny("qwen3_moe"), checkpoint)
+
+
+def test_a_quantized_head_is_run_and_quantized_embeddings_are_named():
+    target = tiny("qwen3")
+    stored = {name: p.detach() for name, p in target.model.named_parameters()}
+    head = fp8.quantize_tensor(stored["lm_head.weight"])
+    weights = llama_weights(target, stored | {"lm_head.weight": head})
+    assert weights.head.format is WeightFormat.fp8
+    embeddings = fp8.quantize_tensor(stored["model.embed_tokens.weight"])
+    with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight must not be quantized"):
+        llama_weights(target, stored | {"model.embed_tokens.weight": embeddings})
 
 
 def test_without_a_compiler_transformers_is_quicker_than_twins(checkpoint, monkeypatch, caplog):

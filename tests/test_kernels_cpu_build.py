@@ -1,6 +1,10 @@
 """How the CPU kernels are compiled and found again, and what is refused before they run."""
 
 import logging
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -8,9 +12,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from specfit_kernels import cpu, cpu_build, cpu_twins, fp8, nvfp4
+from specfit_kernels import cpu, cpu_build, cpu_twins, fp8, int8, nvfp4
 from specfit_kernels.cpu_build import CpuPath, forced
-from specfit_kernels.cpu_layers import DecoderLayer, PagedKV, Rope, Rows
+from specfit_kernels.cpu_layers import DecoderLayer, LayerStack, PagedKV, Rope, Rows
 from specfit_kernels.cpu_weights import Activations, pack
 
 pytest_plugins = ["cpu_fixtures"]
@@ -78,13 +82,100 @@ def test_what_was_compiled_is_found_again(monkeypatch):
     assert cpu_build._load().paths == cpu_build.library().paths
 
 
-def test_other_flags_are_another_library(fresh, monkeypatch):
+def compiler(path: Path, version: str) -> str:
+    """A command that only says its version."""
+    path.write_text(f"#!/bin/sh\necho {version}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_other_flags_or_another_compiler_are_another_library(fresh, tmp_path, monkeypatch):
+    bin_ = tmp_path / "bin"
+    bin_.mkdir()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(fresh / "extensions"))
     monkeypatch.setattr(cpu_build, "_compiled", lambda name, _: ModuleType(name))
-    names = {cpu_build._load().__name__}
+    monkeypatch.setenv("CXX", compiler(bin_ / "one", "1.0"))
+    names = [cpu_build._load().__name__]
+    monkeypatch.setenv("CXX", compiler(bin_ / "other", "1.0"))
+    names.append(cpu_build._load().__name__)
+    compiler(bin_ / "other", "1.1")
+    names.append(cpu_build._load().__name__)
     monkeypatch.setattr(cpu_build, "FLAGS", [*cpu_build.FLAGS, "-g"])
-    names.add(cpu_build._load().__name__)
-    assert names == {folder.name for folder in fresh.iterdir()}
-    assert len(names) == 2
+    names.append(cpu_build._load().__name__)
+    assert len(set(names)) == 4
+    assert set(names) == {folder.name for folder in (fresh / "extensions").iterdir()}
+
+
+@pytest.mark.parametrize("value", ["", " "])
+def test_an_empty_compiler_is_none_given(monkeypatch, value):
+    monkeypatch.delenv("CXX", raising=False)
+    assert cpu_build._compiler() == "c++"
+    monkeypatch.setenv("CXX", value)
+    assert cpu_build._compiler() == "c++"
+    # torch reads the variable itself.
+    with cpu_build._environment(CXX=cpu_build._compiler(), SPECFIT_TEST="1"):
+        assert os.environ["CXX"] == "c++"
+        assert os.environ["SPECFIT_TEST"] == "1"
+    assert os.environ["CXX"] == value
+    assert "SPECFIT_TEST" not in os.environ
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no library"])
+@pytest.mark.usefixtures("fresh")
+def test_a_library_that_cannot_be_loaded_is_compiled_again_once(monkeypatch, caplog, content):
+    folders = []
+
+    def compiled(name: str, folder: Path) -> ModuleType:
+        assert {left.name for left in folder.iterdir()} <= {"building"}
+        folders.append(folder)
+        (folder / "cpu.o").touch()
+        if content is not None:
+            (folder / f"{name}.so").write_bytes(content)
+        return ModuleType(name)
+
+    monkeypatch.setattr(cpu_build, "_compiled", compiled)
+    cpu_build._load()
+    with caplog.at_level(logging.WARNING, logger="specfit_kernels"):
+        cpu_build._load()
+    assert len(folders) == 2
+    [record] = caplog.records
+    assert "compiled again" in record.getMessage()
+    assert (folders[0] / "complete").exists()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_of_two_that_need_it_at_once_one_compiles_and_the_other_waits(monkeypatch):
+    at_work, may_end = threading.Event(), threading.Event()
+    names = []
+
+    def compiled(name: str, _: Path) -> ModuleType:
+        names.append(name)
+        at_work.set()
+        assert may_end.wait(60)
+        return ModuleType(name)
+
+    monkeypatch.setattr(cpu_build, "_compiled", compiled)
+    monkeypatch.setattr(cpu_build, "_imported", lambda name, _: ModuleType(f"found {name}"))
+    # Locks of two threads keep each other out as those of two processes do.
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(cpu_build._load)
+        assert at_work.wait(60)
+        second = pool.submit(cpu_build._load)
+        with pytest.raises(TimeoutError):
+            second.result(timeout=0.3)
+        may_end.set()
+        assert first.result(60).__name__ == names[0]
+        assert second.result(60).__name__ == f"found {names[0]}"
+    assert len(names) == 1
+
+
+@pytest.mark.usefixtures("fresh")
+def test_the_path_is_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(cpu_build, "_load", lambda: (_ for _ in ()).throw(OSError("read-only")))
+    with caplog.at_level(logging.INFO, logger="specfit_kernels"):
+        assert [cpu_build.paths() for _ in range(2)] == 2 * [[CpuPath.torch]]
+    said = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
+    assert said == ["cpu kernels: path=torch"]
 
 
 @pytest.mark.usefixtures("fresh")
@@ -104,6 +195,11 @@ def nan_scales():
     matrix = nvfp4.quantize(torch.ones(16, 64))
     matrix.block_scales.view(torch.uint8)[3, 2] = 0x7F
     return matrix
+
+
+def global_scale(value: float, *, divides: bool):
+    matrix = nvfp4.quantize(torch.ones(16, 64), divides=divides)
+    return replace(matrix, global_scale=torch.tensor(value))
 
 
 def nan_values():
@@ -127,6 +223,25 @@ REFUSED = {
     ),
     "lm_head must have finite scales": lambda: pack([nan_scales()], name="lm_head"),
     "weight must have finite values": lambda: pack([nan_values()]),
+    **{
+        rf"o must have positive, finite global scales, got \[1.0, {value}\]": (
+            lambda value=value, divides=divides: pack(
+                [global_scale(1.0, divides=divides), global_scale(value, divides=divides)],
+                name="o",
+            )
+        )
+        for value, divides in (
+            (0.0, True),
+            (-0.0, False),
+            (torch.nan, True),
+            (torch.inf, True),
+            (-torch.inf, False),
+            (-2.5, True),
+        )
+    },
+    "weight must have codes of -127 to 127, got -128": lambda: pack(
+        [int8.Int8Tensor(torch.full((1, 32), -128, dtype=torch.int8), torch.ones(1, 1).half())]
+    ),
     "bias must have the 16 rows of weight, got 3": lambda: pack(
         [torch.ones(16, 64)], bias=torch.ones(3)
     ),
@@ -142,9 +257,6 @@ REFUSED = {
         torch.ones(2, 32), small_weight()
     ),
     "x must be contiguous": lambda: cpu.linear(torch.ones(64, 2).T, small_weight()),
-    r"out must have the shape \[2, 16\], got \[2, 17\]": lambda: cpu.linear(
-        torch.ones(2, 64), small_weight(), out=torch.ones(2, 17)
-    ),
     "gate_up must have columns that are a multiple of 32, got 48": lambda: cpu.silu_mul(
         torch.ones(1, 48)
     ),
@@ -189,7 +301,8 @@ def forward(num_rows=1, num_kvs=1, capture=(), qkv_rows=64):
     )
     kvs = [PagedKV.empty(4, 2, 8)] * num_kvs
     rope = Rope(torch.ones(100, 4), torch.ones(100, 4))
-    return cpu.forward_layers(torch.ones(num_rows, 32), [layer], rows_at(3), kvs, rope, capture)
+    stack = LayerStack([layer], kvs, rope)
+    return cpu.forward_layers(torch.ones(num_rows, 32), stack, rows_at(3), capture)
 
 
 @pytest.mark.parametrize("message", REFUSED)

@@ -14,7 +14,15 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Rot
 
 from specfit_kernels import cpu, nvfp4
 from specfit_kernels.cpu_build import CpuPath
-from specfit_kernels.cpu_layers import PAGE, DecoderLayer, HeadNorms, PagedKV, Rope, Rows
+from specfit_kernels.cpu_layers import (
+    PAGE,
+    DecoderLayer,
+    HeadNorms,
+    LayerStack,
+    PagedKV,
+    Rope,
+    Rows,
+)
 from specfit_kernels.cpu_weights import Activations, pack
 
 pytest_plugins = ["cpu_fixtures"]
@@ -168,6 +176,31 @@ def test_attention_does_not_overflow(generator):
     torch.testing.assert_close(y, torch.tensor([[5.0] * 8 + [3.0] * 8]), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("rows_of_one", [1, 14])
+def test_threads_share_the_columns_of_attention_and_change_no_bit(
+    path, generator, rows_of_one, two_threads
+):
+    if path is CpuPath.torch:
+        pytest.skip("torch's order of addition depends on the threads")
+    # A thread takes 4096 columns and more, here half of about 14 * 300 rows and 3 heads.
+    num_sequences = 14 // rows_of_one
+    positions = torch.arange(300, 314)
+    table = torch.randperm(5 * num_sequences, generator=generator).view(num_sequences, 5)
+    rows = Rows(positions, torch.arange(num_sequences).repeat_interleave(rows_of_one), table)
+    kv = PagedKV.empty(5 * num_sequences, 3, 16)
+    kv.keys.copy_(normal(generator, *kv.keys.shape))
+    kv.values.copy_(normal(generator, *kv.values.shape))
+    queries = normal(generator, 14, 9 * 16)
+    with two_threads():
+        threaded = cpu.attention(queries, rows, kv)
+    assert torch.equal(threaded, cpu.attention(queries, rows, kv))
+    one_by_one = [
+        cpu.attention(queries[i : i + 1], Rows(positions[i : i + 1], row[None], table), kv)
+        for i, row in enumerate(rows.sequences)
+    ]
+    assert torch.equal(threaded, torch.cat(one_by_one))
+
+
 # --- layers ---
 
 
@@ -229,7 +262,8 @@ def test_a_layer_is_that_of_transformers(generator, architecture, head_dim):
     half = head_dim // 2
     rope = Rope(cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous())
     rows = Rows(positions, torch.zeros(length, dtype=torch.int64), torch.tensor([[1, 0]]))
-    y = cpu.decoder_layer(stream, ours, rows, PagedKV.empty(2, 2, head_dim), rope)
+    one = LayerStack([ours], [PagedKV.empty(2, 2, head_dim)], rope)
+    y, _ = cpu.forward_layers(stream, one, rows)
     # Seven products of some hundred terms one behind the other, each right to a millionth.
     error = (y - expected.view(length, 96)).norm() / expected.norm()
     assert float(error) < 3e-6
@@ -259,28 +293,40 @@ def stack(generator: torch.Generator, activations: Activations) -> list[DecoderL
 def test_a_pass_over_several_tokens_has_the_bits_of_one_after_another(
     path, generator, activations, dtype, two_threads
 ):
-    if path is CpuPath.torch:
-        pytest.skip("torch's order of addition in attention is its own")
     layers, rope = stack(generator, activations), angles(16)
     tokens = normal(generator, 2, 80, 64)  # two sequences
     table = torch.tensor([[0, 3], [2, 1]])
 
     def run(sizes: list[int]) -> Tensor:
         kvs = [PagedKV.empty(4, 2, 16, dtype) for _ in layers]
+        layer_stack = LayerStack(layers, kvs, rope)
         outputs, at = [], 0
         for size in sizes:
             positions = torch.arange(at, at + size).repeat(2)
             rows = Rows(positions, torch.arange(2).repeat_interleave(size), table)
             stream = tokens[:, at : at + size].reshape(-1, 64).contiguous()
-            outputs.append(cpu.forward_layers(stream, layers, rows, kvs, rope)[0].view(2, size, 64))
+            outputs.append(cpu.forward_layers(stream, layer_stack, rows)[0].view(2, size, 64))
             at += size
         return torch.cat(outputs, dim=1)
 
     one_by_one = run([60] + [1] * 20)
     assert torch.equal(run([60, 5, 1, 8, 2, 4]), one_by_one)
     assert torch.equal(run([80]), one_by_one)
-    with two_threads():
-        assert torch.equal(run([60, 8, 5, 7]), one_by_one)
+    if path is not CpuPath.torch:
+        with two_threads():
+            assert torch.equal(run([60, 8, 5, 7]), one_by_one)
+
+
+def test_no_rows_give_no_rows(generator):
+    layers, rope = stack(generator, Activations.int8), angles(16)
+    nowhere = torch.zeros(0, dtype=torch.int64)
+    rows = Rows(nowhere, nowhere, torch.zeros(1, 1, dtype=torch.int64))
+    kvs = [PagedKV.empty(1, 2, 16) for _ in layers]
+    layer_stack = LayerStack(layers, kvs, rope)
+    out, captured = cpu.forward_layers(torch.zeros(0, 64), layer_stack, rows, capture=[1])
+    assert out.shape == captured[1].shape == (0, 64)
+    assert cpu.argmax(torch.zeros(0, 3)).shape == (0,)
+    assert bool(kvs[0].keys.isnan().all())
 
 
 def test_the_stream_is_copied_where_it_enters_a_layer(generator):
@@ -291,11 +337,11 @@ def test_the_stream_is_copied_where_it_enters_a_layer(generator):
     for kv in kvs:
         kv.keys.zero_()
         kv.values.zero_()
-    out, captured = cpu.forward_layers(stream, layers, rows, kvs, rope, capture=[0, 2, 3])
+    out, captured = cpu.forward_layers(
+        stream, LayerStack(layers, kvs, rope), rows, capture=[0, 2, 3]
+    )
     assert sorted(captured) == [0, 2, 3]
     assert torch.equal(captured[0], stream)
     assert torch.equal(captured[3], out)
-    by_hand = stream
-    for layer, kv in zip(layers[:2], kvs[:2], strict=True):
-        by_hand = cpu.decoder_layer(by_hand, layer, rows, kv, rope)
-    assert torch.equal(captured[2], by_hand)
+    two, _ = cpu.forward_layers(stream, LayerStack(layers[:2], kvs[:2], rope), rows)
+    assert torch.equal(captured[2], two)

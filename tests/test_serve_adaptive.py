@@ -14,7 +14,7 @@ from hash_target import (
 )
 
 from specfit_serve import adaptive
-from specfit_serve.adaptive import AdaptiveDraftLength, Costs, Survival
+from specfit_serve.adaptive import AdaptiveDraftLength, Costs
 from specfit_serve.decode import DecodeSettings, Request, decode
 from specfit_serve.protocols import DraftLength
 
@@ -189,12 +189,42 @@ def test_drafts_that_are_rarely_made_but_kept_are_asked_for_in_full():
     assert asked[-100:] == [MOST] * 100
 
 
+def two_rows(num_rounds, kept, table):
+    """What a batch of two chooses each round; `kept` are the tokens kept of k and the round's."""
+    length = AdaptiveDraftLength(Costs({2: table}, 0.0, fixed=True))
+    for i in range(num_rounds):
+        k = length.choose(["a", "b"], [0, 0], MOST)
+        rows = [min(k, found) for found in kept(k, i)]
+        record(length, [k, k], [k, k], rows)
+        yield k, rows
+
+
 def test_a_batch_drafts_for_those_who_keep_it():
-    length = AdaptiveDraftLength(Costs({2: [1 + 0.1 * m for m in range(5)]}, 0.0, fixed=True))
-    for _ in range(100):
-        k = length.choose(["never", "always"], [0, 0], 4)
-        record(length, [k, k], [k, k], [0, k])
-    assert k == 4
+    assert [k for k, _ in two_rows(100, lambda k, _: (1, k), TABLES["flat"])][-1] == MOST
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize(
+    "kept",
+    [lambda k, _: (0, k), lambda k, i: (k, 0) if i // 20 % 2 else (0, k), lambda _, __: (0, 0)],
+    ids=["one_of_them", "by_turns", "nobody"],
+)
+def test_the_rows_of_a_batch_together_pay_no_more_than_the_bound(table, kept):
+    seconds = num_tokens = 0.0
+    for k, rows in two_rows(500, kept, TABLES[table]):
+        seconds += TABLES[table][k]
+        num_tokens += sum(rows) / 2 + 1
+        bound = (1 + adaptive.MAX_LOSS) * num_tokens + adaptive.FIRST_LEAD
+        assert seconds <= bound + 1e-9
+
+
+def test_a_row_that_keeps_nothing_does_not_hold_back_the_others():
+    speeds = []
+    for kept in (lambda k, _: (k, k), lambda k, _: (0, k)):
+        rounds = list(two_rows(300, kept, TABLES["flat"]))
+        seconds = sum(TABLES["flat"][k] for k, _ in rounds)
+        speeds.append(sum(sum(rows) / 2 + 1 for _, rows in rounds) / seconds)
+    assert speeds[0] > speeds[1] > 2
 
 
 def test_the_limit_is_kept():
@@ -203,98 +233,6 @@ def test_the_limit_is_kept():
     assert text.length.choose(["r"], [0], 3) == 3
     assert text.length.choose(["r"], [0], 0) == 0
     assert text.length.choose(["r"], [0], 99) == MOST
-
-
-def test_survival_is_the_mean_of_beta_distributions_whose_counts_fade():
-    survival = Survival(10.0)
-    survival.record(3, 1)
-    survival.record(3, 3)
-    weight = adaptive.PRIOR_WEIGHT
-    first = (0.9 + 1 + weight * 0.5) / (1.9 + weight)
-    second = (1 + weight * first) / (1.9 + weight)
-    third = (1 + weight * second) / (1 + weight)
-    assert survival.conditional(4) == pytest.approx([first, second, third, third])
-    assert survival.curve(2) == pytest.approx([first, first * second])
-
-
-def test_what_the_first_position_shows_holds_for_those_that_are_not_reached():
-    shared = Survival(100.0)
-    for _ in range(100):
-        shared.record(4, 4)
-    one = Survival(10.0)
-    for _ in range(50):
-        one.record(4, 0)
-    assert min(shared.conditional(4)) > 0.9
-    assert max(one.conditional(4, shared.conditional(4))) < 0.5
-
-
-def test_estimates_follow_the_counts_of_many_rounds():
-    rng, survival = random.Random(0), Survival(1000.0)
-    for _ in range(4000):
-        kept = 0
-        while kept < 4 and rng.random() < FADING[kept]:
-            kept += 1
-        survival.record(4, kept)
-    assert survival.conditional(4) == pytest.approx(FADING[:4], abs=0.05)
-
-
-def costs(fixed=False):
-    return Costs({1: [1.0, 1.2, 1.4], 4: [2.0, 3.0, 4.0]}, 0.1, fixed=fixed)
-
-
-def test_rows_are_read_at_the_next_larger_number():
-    for rows, expected in ((1, [1.0, 1.2, 1.4]), (2, [2, 3, 4]), (4, [2, 3, 4]), (9, [2, 3, 4])):
-        assert costs().verify(rows) == expected
-
-
-def test_measured_passes_replace_the_table_in_their_ratio():
-    found = costs()
-    for _ in range(2):
-        found.record(1, 2, 2.4)
-    assert found.verify(1) == [1.0, 1.2, 1.4]  # two may be chance
-    found.record(1, 2, 2.4)
-    assert found.verify(1) == [2.0, 2.4, 2.8]
-    assert found.verify(3) == [4.0, 6.0, 8.0]
-
-
-def test_a_width_without_passes_has_the_ratio_of_the_nearest():
-    found = costs()
-    for _ in range(3):
-        found.record(1, 1, 1.0)
-        found.record(1, 3, 2.8)
-    assert found.verify(1) == [1.0, 1.2, 2.8]
-
-
-def test_one_slow_pass_among_many_changes_nothing():
-    found = costs()
-    for seconds in (1.5, 1.5, 90.0, 1.5, 1.5):
-        found.record(1, 1, seconds)
-    assert found.verify(1)[0] == 1.5
-
-
-def test_old_passes_no_longer_count():
-    found = costs()
-    for _ in range(3):
-        found.record(1, 3, 2.8)
-    for _ in range(adaptive.MAX_AGE):
-        found.record(1, 1, 1.0)
-    assert found.verify(1) == [1.0, 1.2, 1.4]
-
-
-def test_drafting_costs_the_median_of_the_latest_tokens():
-    found = costs()
-    for seconds in (0.3, 0.2, 9.0):
-        found.record_draft(seconds)
-    assert found.draft == pytest.approx(0.25)
-
-
-def test_fixed_costs_stay():
-    found = costs(fixed=True)
-    for _ in range(9):
-        found.record(1, 1, 5.0)
-        found.record_draft(5.0)
-    assert found.verify(1) == [1.0, 1.2, 1.4]
-    assert found.draft == 0.1
 
 
 def test_measured_costs_decide():
@@ -316,21 +254,6 @@ def test_plain_passes_are_timed_first_and_again_when_they_are_old():
             plain.append(i)
         record(length, [k], [k], [k])
     assert plain == [0, 1, 2, 257, 258, 259, 514, 515, 516]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (({}, 0.1), r"verify_seconds must be rows of one length, got \[\]"),
-        (({1: [1.0], 2: [1.0, 2.0]}, 0.1), r"rows of one length, got \[1, 2\]"),
-        (({1: []}, 0.1), r"rows of one length, got \[0\]"),
-        (({1: [1.0, 0.0]}, 0.1), r"verify_seconds must be positive, got 0.0"),
-        (({1: [1.0]}, -0.1), r"draft_seconds must be at least 0, got -0.1"),
-    ],
-)
-def test_costs_that_are_none_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Costs(*arguments, fixed=True)
 
 
 def draft_length(fixed=True):

@@ -7,6 +7,7 @@ from hash_target import (
     HashTarget,
     SamplingProposer,
     StatelessProposer,
+    WitnessProposer,
     chi_square_p_value,
     exact_distribution,
     proposer,
@@ -39,34 +40,6 @@ def test_a_greedy_request_among_sampled_ones_stays_greedy():
     settings = DecodeSettings(3, max_new_tokens=13, batch_size=5)
     answers = decode(target, proposer("right_until", target), requests, settings)
     assert {a.id: a.tokens for a in answers}["greedy"] == target.answer([3, 4], 13)
-
-
-class WitnessProposer(StatelessProposer):
-    """Holds what a slot was told, as a head would, and compares it with the sequences."""
-
-    def __init__(self, target, draft_row):
-        super().__init__(draft_row)
-        self.target = target
-        self.slots = {}
-        self.num_compared = 0
-
-    def start(self, slot, tokens, features):
-        assert len(features) == len(tokens) - 1
-        self.slots[slot] = features
-
-    def propose(self, sequences, num_draft_tokens, temperatures, uniforms):
-        for slot, tokens in enumerate(sequences):
-            expected = self.target.hashes(torch.tensor([tokens[:-1]]))[0, :, None].float()
-            assert torch.equal(self.slots[slot], expected)
-            self.num_compared += 1
-        return super().propose(sequences, num_draft_tokens, temperatures, uniforms)
-
-    def observe(self, features, num_kept):
-        for slot, kept in enumerate(num_kept.tolist()):
-            self.slots[slot] = torch.cat([self.slots[slot], features[slot, : kept + 1]])
-
-    def move(self, source, to):
-        self.slots[to] = self.slots.pop(source)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 5])
@@ -198,6 +171,32 @@ def test_a_requests_draws_do_not_depend_on_who_shares_the_batch(kind):
     alone = tokens(1, requests)
     assert tokens(5, requests) == alone
     assert tokens(3, requests[::-1]) == alone
+
+
+class Clock:
+    """Seconds that only the target and the proposer let pass."""
+
+    now = 0.0
+
+    def passes(self, function, seconds):
+        def slow(*args, **kwargs):
+            self.now += seconds
+            return function(*args, **kwargs)
+
+        return slow
+
+
+def test_time_is_the_targets_or_the_drafts(monkeypatch):
+    clock, target, drafter = Clock(), HashTarget(eos_ids=()), NoProposer()
+    monkeypatch.setattr("specfit_serve.decode.perf_counter", lambda: clock.now)
+    target.forward = clock.passes(target.forward, 1)
+    for name, seconds in (("start", 10), ("propose", 100), ("observe", 1000)):
+        setattr(drafter, name, clock.passes(getattr(drafter, name), seconds))
+    requests = [Request(f"r{i}", [1, 2, 3], 0.0) for i in range(2)]
+    for answer in decode(target, drafter, requests, DecodeSettings(2, 3, batch_size=2)):
+        # Two rounds, of both.
+        assert (answer.prefill_seconds, answer.target_seconds) == (11, 1)
+        assert answer.draft_seconds == 1100
 
 
 def test_another_seed_gives_other_answers():

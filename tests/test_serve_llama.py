@@ -79,7 +79,7 @@ def test_a_pass_over_many_tokens_gives_the_bits_of_passes_over_one(activations):
 def test_a_prompt_in_parts_gives_the_same_bits(monkeypatch):
     tokens = prompt(90)
     whole = served("qwen3").forward(tokens, START, 0)
-    monkeypatch.setattr(llama, "PREFILL_ROWS", 16)
+    monkeypatch.setattr(llama, "MAX_ROWS", 16)
     parts = served("qwen3").forward(tokens, START, 0)
     assert torch.equal(parts.logits, whole.logits)
     assert torch.equal(parts.features, whole.features)
@@ -122,6 +122,33 @@ def test_greedy_answers_are_those_of_plain_decoding_whatever_is_drafted():
     assert answers(served("llama"), NgramProposer(1, 3), 4) == plain
     reference = SlotTarget(tiny("llama"), num_slots=3, max_length=MAX_LENGTH, aux_layers=None)
     assert answers(reference, NoProposer(), 0) == plain
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 4])
+@pytest.mark.parametrize("num_pages", [2, 3, 4])
+def test_few_pages_change_no_answer(num_draft_tokens, num_pages):
+    target = served("llama", num_pages=num_pages)
+    drafter = NgramProposer(1, 3)
+    entered = []
+    start = drafter.start
+    drafter.start = lambda *arguments: (entered.append(arguments), start(*arguments))
+    found = answers(target, drafter, num_draft_tokens)
+    assert found == answers(served("llama"), NoProposer(), 0)
+    assert target.pages.num_free == num_pages
+    assert len(entered) > len(requests())
+
+
+def test_a_head_refuses_to_write_behind_its_last_column():
+    speculator = tiny_heads.make_speculator(tiny("llama"))
+    weights = eagle3_weights(speculator.head, speculator.vocab, speculator.embeddings)
+    proposer = eagle3.Eagle3Proposer(weights, num_slots=1, max_length=8)
+    tokens = tiny_heads.random_tokens(10, seed=5)
+    features = speculator.document(tokens, [(4, 10)]).aux.flatten(1)
+    with pytest.raises(ValueError, match="max_length must be at least 9, got 8"):
+        proposer.start(0, [*tokens, 1], features)
+    proposer.start(0, tokens[:9], features[:8])
+    with pytest.raises(ValueError, match="max_length must be at least 9, got 8"):
+        proposer.propose([tokens[:9]], 2, torch.zeros(1), torch.zeros(1, 2))
 
 
 @pytest.mark.parametrize("flag", [None, *tiny_heads.FLAGS])

@@ -45,6 +45,13 @@ def test_released_pages_are_given_again(pages):
     assert pages.num_free == 5
 
 
+def test_nothing_is_moved_onto_itself(pages):
+    assert pages.reserve(1, 8)
+    with pytest.raises(AssertionError):
+        pages.move(1, 1)
+    assert pages.table[1].tolist() == [1, 2, 0, 0]
+
+
 def test_a_moved_sequence_keeps_its_pages_and_frees_those_it_replaces(pages):
     assert pages.reserve(0, 8)
     assert pages.reserve(2, 6)

@@ -119,6 +119,26 @@ def test_each_row_has_its_own_temperature():
     torch.testing.assert_close(probs[2], (2 * logits[2]).softmax(-1))
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0])
+def test_probabilities_without_a_sum_are_refused(value):
+    probs = torch.ones(3, 5)
+    probs[1] = value
+    with pytest.raises(ValueError, match=f"logits must be finite.* a sum of {value}"):
+        sample(probs, torch.full((3,), 0.5))
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("position", [0, 1])
+@pytest.mark.parametrize("probs", [None, torch.full((1, 1, 4), 0.25)])
+def test_logits_that_are_not_finite_sample_nothing(temperature, position, probs):
+    logits = torch.zeros(1, 2, 4)
+    logits[0, position, 2] = torch.nan
+    target = target_distribution(logits, torch.tensor([temperature]), 0.9)
+    draft = Draft(torch.tensor([[1]]), torch.tensor([1]), probs)
+    with pytest.raises(ValueError, match="logits must be finite"):
+        verify_sampled(target, draft, torch.zeros(1, 2))
+
+
 @pytest.mark.parametrize("uniform", [0.0, 0.3, 1 - 2**-53])
 def test_a_token_of_probability_0_is_never_sampled(uniform):
     probs = torch.rand(200, 1000, generator=torch.Generator().manual_seed(0))

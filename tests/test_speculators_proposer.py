@@ -169,6 +169,27 @@ def test_decoding_drafts_what_chains_draft(architecture, batch_size, flags):
         assert drafted == [tokens for _, tokens in sorted(rounds, key=lambda r: len(r[0]))]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_round_of_no_draft_tokens_takes_in_what_was_shown(temperature):
+    speculator = tiny_heads.make_speculator(tiny_heads.make_target())
+    tokens = tiny_heads.random_tokens(12, seed=5)
+    features = speculator.document(tokens, [(4, 12)]).aux.flatten(1)
+    temperatures, uniforms = torch.tensor([temperature]), torch.rand(1, 3, dtype=torch.float64)
+    drafts = []
+    for length in (12, 11):  # started with all, or shown the last in a round without a draft
+        proposer = Eagle3Proposer(
+            speculator.head, speculator.vocab, speculator.embeddings, num_slots=1, max_length=64
+        )
+        proposer.start(0, tokens[:length], features[: length - 1])
+        if length < 12:
+            draft = proposer.propose([tokens[:length]], 0, temperatures, uniforms[:, :0])
+            assert (draft.tokens.shape, draft.lengths.tolist()) == ((1, 0), [0])
+            assert draft.probs is None
+            proposer.observe(features[None, length - 1 : length], torch.tensor([0]))
+        drafts.append(proposer.propose([tokens], 3, temperatures, uniforms).tokens)
+    assert torch.equal(*drafts)
+
+
 def test_sampled_drafts_come_with_a_distribution_over_the_draft_vocabulary_alone():
     speculator = tiny_heads.make_speculator(tiny_heads.make_target())
     proposer = Eagle3Proposer(

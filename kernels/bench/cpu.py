@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from specfit_kernels import cpu, cpu_build, int8, nvfp4
-from specfit_kernels.cpu_layers import PAGE, DecoderLayer, PagedKV, Rope, Rows
+from specfit_kernels.cpu_layers import PAGE, DecoderLayer, LayerStack, PagedKV, Rope, Rows
 from specfit_kernels.cpu_weights import Activations, CpuWeight, Matrix, pack
 from specfit_kernels.floors import read_bytes_per_second
 from specfit_kernels.rules import ScaleRule
@@ -198,13 +198,14 @@ def step_seconds(mode: Activations, rows: Sequence[int], context: int, times: in
         kv.keys.normal_()
         kv.values.normal_()
     angles = torch.randn(context, HEAD_DIM // 2)
-    rope, norm = Rope(angles.cos(), angles.sin()), torch.ones(HIDDEN)
+    stack = LayerStack(layers, kvs, Rope(angles.cos(), angles.sin()))
+    norm = torch.ones(HIDDEN)
 
     def step(stream: Tensor) -> Tensor:
         num = len(stream)
         positions = torch.arange(context - num, context)
         places = Rows(positions, torch.zeros_like(positions), torch.arange(num_pages)[None])
-        out, _ = cpu.forward_layers(stream, layers, places, kvs, rope)
+        out, _ = cpu.forward_layers(stream, stack, places)
         return cpu.argmax(cpu.linear(cpu.rmsnorm(out, norm, 1e-5), head))
 
     streams = [torch.randn(num, HIDDEN) for num in rows]

@@ -26,8 +26,7 @@
 //
 // Paths. The second half of this file is written once over vectors of LANES floats and is compiled
 // for each path (avx512vnni 16 lanes, avx2 8, portable 4): the file includes itself.
-//
-// SPECFIT_COSTS
+
 #ifndef LANES
 
 #include <pybind11/pybind11.h>
@@ -213,11 +212,12 @@ namespace avx512vnni {
 std::vector<Kernels> paths() {
   std::vector<Kernels> found;
 #if defined(__x86_64__) && !defined(__clang__)
-  const bool avx2_fma = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  if (avx2_fma && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                        __builtin_cpu_supports("f16c");
+  if (has_avx2 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512vnni"))
     found.push_back(avx512vnni::kernels());
-  if (avx2_fma) found.push_back(avx2::kernels());
+  if (has_avx2) found.push_back(avx2::kernels());
 #endif
   found.push_back(portable::kernels());
   return found;
@@ -382,15 +382,20 @@ INLINE F e2m1(U codes, int nibble) {
   return _mm512_permutexvar_ps((__m512i)(codes >> 4 * nibble), table);
 }
 
-// start + the products of 16 columns.
-INLINE I dot_codes(int32_t start, const B* weights, const int8_t* x) {
-  __m512i sum = _mm512_set1_epi32(start);
+// The products of 16 columns with half a block of each of M rows. The rows' chains of additions go
+// side by side.
+template <int M>
+INLINE void dot_codes(const B* weights, const Int8Block* x, int half, I (&sums)[M]) {
+  UNROLL for (int m = 0; m < M; ++m) sums[m] = splat(x[m].starts[half]);
   UNROLL for (int i = 0; i < 4; ++i)
-    sum = _mm512_dpbusd_epi32(sum, (__m512i)weights[i], _mm512_set1_epi32(load<int32_t>(x + 4 * i)));
-  return (I)sum;
+    UNROLL for (int m = 0; m < M; ++m) {
+      const I columns = splat(load<int32_t>(x[m].codes + 16 * half + 4 * i));
+      sums[m] = (I)_mm512_dpbusd_epi32((__m512i)sums[m], (__m512i)weights[i], (__m512i)columns);
+    }
 }
-INLINE I dot_bytes(int32_t start, const B* weights, const int8_t* x) {
-  return dot_codes(start, weights, x);
+template <int M>
+INLINE void dot_bytes(const B* weights, const Int8Block* x, int half, I (&sums)[M]) {
+  dot_codes(weights, x, half, sums);
 }
 
 #elif LANES == 8
@@ -421,24 +426,30 @@ INLINE F e2m1(U codes, int nibble) {
 }
 
 // A product is at most 24 * 127, so that 8 of them are added in 16 bits.
-INLINE I dot_codes(int32_t start, const B* weights, const int8_t* x) {
-  __m256i sum = _mm256_setzero_si256();
-  UNROLL for (int i = 0; i < 4; ++i)
-    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16((__m256i)weights[i],
-                                                     _mm256_set1_epi32(load<int32_t>(x + 4 * i))));
-  return (I)_mm256_add_epi32(_mm256_madd_epi16(sum, _mm256_set1_epi16(1)), _mm256_set1_epi32(start));
+template <int M>
+INLINE void dot_codes(const B* weights, const Int8Block* x, int half, I (&sums)[M]) {
+  UNROLL for (int m = 0; m < M; ++m) {
+    __m256i pairs = _mm256_setzero_si256();
+    UNROLL for (int i = 0; i < 4; ++i) {
+      const I columns = splat(load<int32_t>(x[m].codes + 16 * half + 4 * i));
+      pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16((__m256i)weights[i], (__m256i)columns));
+    }
+    sums[m] = (I)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)) + x[m].starts[half];
+  }
 }
 
 // Bytes up to 255 would saturate 16 bits: the sizes of x, times the signed weights with its signs.
-INLINE I dot_bytes(int32_t /*start*/, const B* weights, const int8_t* x) {
-  __m256i sum = _mm256_setzero_si256();
-  UNROLL for (int i = 0; i < 4; ++i) {
-    const __m256i columns = _mm256_set1_epi32(load<int32_t>(x + 4 * i));
-    const __m256i signs = _mm256_sign_epi8((__m256i)(weights[i] ^ 0x80), columns);
-    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(columns), signs);
-    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+template <int M>
+INLINE void dot_bytes(const B* weights, const Int8Block* x, int half, I (&sums)[M]) {
+  UNROLL for (int m = 0; m < M; ++m) {
+    sums[m] = splat(0);
+    UNROLL for (int i = 0; i < 4; ++i) {
+      const __m256i columns = (__m256i)splat(load<int32_t>(x[m].codes + 16 * half + 4 * i));
+      const __m256i signed_weights = _mm256_sign_epi8((__m256i)(weights[i] ^ 0x80), columns);
+      const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(columns), signed_weights);
+      sums[m] += (I)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    }
   }
-  return (I)sum;
 }
 
 #else
@@ -474,14 +485,18 @@ INLINE F e2m1(U codes, int nibble) {
   for (int i = 0; i < LANES; ++i) values[i] = kTwiceE2m1[codes[i] >> 4 * nibble & 15];
   return values;
 }
-INLINE I dot_bytes(int32_t start, const B* weights, const int8_t* x) {
-  I sum = splat(start);
-  for (int k = 0; k < 16; ++k)
-    for (int i = 0; i < LANES; ++i) sum[i] += weights[k / 4][4 * i + k % 4] * x[k];
-  return sum;
+template <int M>
+INLINE void dot_bytes(const B* weights, const Int8Block* x, int half, I (&sums)[M]) {
+  for (int m = 0; m < M; ++m) {
+    sums[m] = splat(x[m].starts[half]);
+    for (int k = 0; k < 16; ++k)
+      for (int i = 0; i < LANES; ++i)
+        sums[m][i] += weights[k / 4][4 * i + k % 4] * x[m].codes[16 * half + k];
+  }
 }
-INLINE I dot_codes(int32_t start, const B* weights, const int8_t* x) {
-  return dot_bytes(start, weights, x);
+template <int M>
+INLINE void dot_codes(const B* weights, const Int8Block* x, int half, I (&sums)[M]) {
+  dot_bytes(weights, x, half, sums);
 }
 #endif
 
@@ -494,6 +509,15 @@ INLINE V shuffled(V v, I lanes) {
 #else
   return __builtin_shuffle(v, lanes);
 #endif
+}
+
+// GCC would rather load a vector again for each use than keep it in a register.
+template <class V>
+INLINE V kept(V v) {
+#if LANES > 4
+  asm("" : "+v"(v));
+#endif
+  return v;
 }
 
 INLINE F to_float(I x) { return __builtin_convertvector(x, F); }
@@ -538,12 +562,12 @@ INLINE F exp(F x) {
                               1.6666665459e-1f, 5.0000001201e-1f, 1.0f, 1.0f};
   F y = splat(1.9875691500e-4f);
   UNROLL for (int i = 0; i < 7; ++i) y = fma(y, r, splat(kTerms[i]));
-  return y * (F)(((I)shifted - 0x4b400000 + 127) << 23);
+  return y * (F)(((U)shifted - 0x4b400000u + 127) << 23);  // unsigned: of a NaN they wrap
 }
 
 // ---- Linear: y = x W' ---------------------------------------------------------------------------
 
-// The 32 columns of a half chunk, for int8 activations. `times` is their scaled product.
+// The 32 columns of a half chunk, for int8 activations.
 struct Nvfp4Block {
   static constexpr int kOffset = 12, kChunkBytes = 64 + 512;
   static constexpr float kFactor = 128;  // twice the codes, E4M3 / 256
@@ -558,10 +582,15 @@ struct Nvfp4Block {
     }
     UNROLL for (int i = 0; i < 2; ++i) scales[i] = e4m3(chunk + 32 * half + 16 * i + lane);
   }
-  INLINE F times(const Int8Block& x) const {
-    const F first = to_float(dot_codes(x.starts[0], weights, x.codes));
-    const F second = to_float(dot_codes(x.starts[1], weights + 4, x.codes + 16));
-    return fma(second, scales[1], first * scales[0]);
+  template <int M>
+  INLINE void add(const Int8Block* x, F (&sums)[M]) const {
+    I dots[M];
+    F products[M];
+    dot_codes(weights, x, 0, dots);
+    UNROLL for (int m = 0; m < M; ++m) products[m] = to_float(dots[m]) * scales[0];
+    dot_codes(weights + 4, x, 1, dots);
+    UNROLL for (int m = 0; m < M; ++m)
+      sums[m] = fma(fma(to_float(dots[m]), scales[1], products[m]), splat(x[m].scale), sums[m]);
   }
 };
 
@@ -573,12 +602,16 @@ struct Int8WeightBlock {
 
   INLINE Int8WeightBlock(const uint8_t* chunk, int half, int lane) {
     UNROLL for (int i = 0; i < 8; ++i)
-      weights[i] = load<B>(chunk + 64 + 512 * half + 64 * i + 4 * lane);
+      weights[i] = kept(load<B>(chunk + 64 + 512 * half + 64 * i + 4 * lane));
     scale = float16(chunk + 32 * half + 2 * lane);
   }
-  INLINE F times(const Int8Block& x) const {
-    return to_float(dot_bytes(x.starts[0], weights, x.codes) +
-                    dot_bytes(x.starts[1], weights + 4, x.codes + 16)) * scale;
+  template <int M>
+  INLINE void add(const Int8Block* x, F (&sums)[M]) const {
+    I first[M], second[M];
+    dot_bytes(weights, x, 0, first);
+    dot_bytes(weights + 4, x, 1, second);
+    UNROLL for (int m = 0; m < M; ++m)
+      sums[m] = fma(to_float(first[m] + second[m]) * scale, splat(x[m].scale), sums[m]);
   }
 };
 
@@ -596,8 +629,7 @@ struct Int8Product {
     for (int64_t chunk = 0; chunk < chunks; ++chunk, tile += Block::kChunkBytes)
       UNROLL for (int half = 0; half < 2; ++half, some += num_rows) {
         const Block block(tile, half, lane);
-        UNROLL for (int m = 0; m < M; ++m)
-          sums[m] = fma(block.times(some[m]), splat(some[m].scale), sums[m]);
+        block.add(some, sums);
       }
   }
 };
@@ -661,7 +693,7 @@ struct Fp32Values {
   const uint8_t* values;
 
   INLINE Fp32Values(const uint8_t* chunk, int64_t /*block*/, int lane) : values(chunk + 4 * lane) {}
-  INLINE F at(int k) const { return load<F>(values + 64 * k); }
+  INLINE F at(int k) const { return kept(load<F>(values + 64 * k)); }
   INLINE F add(F sum, F total) const { return total + sum; }
 };
 
@@ -747,10 +779,16 @@ void quantize_block(const float* x, int64_t count, int offset, Int8Block& block)
   const int32_t bits = largest_of(top);
   float amax;
   std::memcpy(&amax, &bits, 4);
-  // Below 2^-100 the quotient 127 / amax would overflow: zeros. A NaN stays one in the scale.
+  // Below 2^-100 the quotient 127 / amax would overflow. A NaN or an infinity has no codes; it stays
+  // in the scale.
   const bool zeros = amax < 0x1p-100f;
-  block.scale = zeros ? 0 : amax / 127.0f;
-  const F inverse = splat(zeros ? 0 : 127.0f / amax);
+  if (zeros || !std::isfinite(amax)) {
+    block = {};
+    block.scale = zeros ? 0 : amax / 127.0f;
+    return;
+  }
+  block.scale = amax / 127.0f;
+  const F inverse = splat(127.0f / amax);
   I codes[32 / LANES];
   UNROLL for (int i = 0; i < 32 / LANES; ++i) {
     // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even, and leaves it in the low bits.
@@ -906,29 +944,35 @@ void argmax(const float* x, int64_t num_rows, int64_t size, int64_t* y) {
 // ---- Attention ----------------------------------------------------------------------------------
 //
 // Softmax page by page: a page's largest score rescales what was summed so far. A row's order of
-// addition is that of its columns' pages, whatever comes behind its own position.
+// addition is that of its columns' pages, whatever lies behind its own position. Rows of a sequence
+// go over a page together, and while they do, the next page comes from memory.
 
 constexpr int kVectors = LANES == 16 ? 4 : 2;  // of columns or of dims at once, to hide latency
+constexpr int kRun = 16;                       // rows of one sequence that go together
 
-// Scores of a page for G query heads of one key head; what lies behind `count` is -inf.
+// Scores of a page for G query heads of one key head; what lies behind `count` is -inf. Memory is
+// read ahead from `next` on.
 template <class T, int G>
 INLINE void scores_of(const T* keys, const float* queries, int64_t dim, int64_t count,
-                      float (&scores)[G][kPage]) {
+                      const char* next, float (&scores)[G][kPage]) {
+  const F scale = splat(1.0f / std::sqrt(static_cast<float>(dim)));
   I lanes;
   for (int i = 0; i < LANES; ++i) lanes[i] = i;
   for (int64_t column = 0; column < count; column += kVectors * LANES) {
     F sums[G][kVectors] = {};
-    for (int64_t d = 0; d < dim; ++d)
+    for (int64_t d = 0; d < dim; ++d, next += 64) {
+      __builtin_prefetch(next);
       UNROLL for (int v = 0; v < kVectors; ++v) {
-        const F key = load_floats(keys + d * kPage + column + v * LANES);
+        const F key = kept(load_floats(keys + d * kPage + column + v * LANES));
         UNROLL for (int g = 0; g < G; ++g)
           sums[g][v] = fma(key, splat(queries[g * dim + d]), sums[g][v]);
       }
+    }
     UNROLL for (int v = 0; v < kVectors; ++v) {
       const int64_t first = column + v * LANES;
       const I there = lanes < static_cast<int32_t>(count - first);
       UNROLL for (int g = 0; g < G; ++g)
-        store(scores[g] + first, there ? sums[g][v] : splat(kMinusInfinity));
+        store(scores[g] + first, there ? sums[g][v] * scale : splat(kMinusInfinity));
     }
   }
 }
@@ -936,17 +980,19 @@ INLINE void scores_of(const T* keys, const float* queries, int64_t dim, int64_t 
 // Adds a page's weighted values to V vectors of what G heads have so far, which is rescaled.
 template <class T, int G, int V>
 INLINE void add_values(const T* values, const float (&probs)[G][kPage], const float* factors,
-                       int64_t dim, int64_t count, float* totals) {
+                       int64_t dim, int64_t count, const char* next, float* totals) {
   F sums[G][V];
   UNROLL for (int g = 0; g < G; ++g)
     UNROLL for (int v = 0; v < V; ++v)
       sums[g][v] = load<F>(totals + g * dim + v * LANES) * factors[g];
-  for (int64_t column = 0; column < count; ++column)
+  for (int64_t column = 0; column < count; ++column, next += 64) {
+    __builtin_prefetch(next);
     UNROLL for (int v = 0; v < V; ++v) {
-      const F value = load_floats(values + column * dim + v * LANES);
+      const F value = kept(load_floats(values + column * dim + v * LANES));
       UNROLL for (int g = 0; g < G; ++g)
         sums[g][v] = fma(value, splat(probs[g][column]), sums[g][v]);
     }
+  }
   UNROLL for (int g = 0; g < G; ++g)
     UNROLL for (int v = 0; v < V; ++v) store(totals + g * dim + v * LANES, sums[g][v]);
 }
@@ -963,71 +1009,94 @@ INLINE void add_value(const T* values, const float (&probs)[G][kPage], const flo
   }
 }
 
-// G heads of one row, from `queries` to y, both [G, dim].
+// G heads of some rows of one sequence. `queries` and y are those of the first row, and from row to
+// row they are `stride` apart.
 template <class T, int G>
-__attribute__((noinline)) void attend(const float* queries, const Pass& pass, int64_t row,
-                                      const Cache& cache, int64_t kv_head, float* y) {
+__attribute__((noinline)) void attend(const float* queries, int64_t stride, const Pass& pass,
+                                      int64_t first, int64_t num_rows, const Cache& cache,
+                                      int64_t kv_head, float* y) {
   const int64_t dim = cache.dim;
-  const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
-  float scaled[G * kMaxHeadDim], scores[G][kPage], tops[G], sums[G] = {}, factors[G];
-  for (int64_t i = 0; i < G * dim; ++i) {
-    scaled[i] = queries[i] * scale;
-    y[i] = 0;
+  float scores[G][kPage], factors[G], tops[kRun][G], sums[kRun][G] = {};
+  int64_t longest = 0;
+  for (int64_t r = 0; r < num_rows; ++r) {
+    for (int g = 0; g < G; ++g) tops[r][g] = kMinusInfinity;
+    for (int64_t i = 0; i < G * dim; ++i) y[r * stride + i] = 0;
+    longest = std::max(longest, pass.positions[first + r] + 1);
   }
-  for (int g = 0; g < G; ++g) tops[g] = kMinusInfinity;
-
-  int64_t left = pass.positions[row] + 1;
-  for (int64_t page = 0; left > 0; ++page, left -= kPage) {
-    const int64_t head = cache.head(pass.page(row, page), kv_head);
-    const T* values = static_cast<const T*>(cache.values) + head;
-    const int64_t count = left < kPage ? left : kPage;
-    scores_of<T, G>(static_cast<const T*>(cache.keys) + head, scaled, dim, count, scores);
-    for (int g = 0; g < G; ++g) {
-      F top = splat(tops[g]), sum = splat(0.0f);
-      for (int64_t i = 0; i < count; i += LANES) {
-        const F score = load<F>(scores[g] + i);
-        top = score > top ? score : top;
+  for (int64_t page = 0, start = 0; start < longest; ++page, start += kPage) {
+    const bool more = start + kPage < longest;
+    const int64_t head = cache.head(pass.page(first, page), kv_head);
+    const int64_t next = more ? cache.head(pass.page(first, page + 1), kv_head) : head;
+    const T *keys = static_cast<const T*>(cache.keys), *values = static_cast<const T*>(cache.values);
+    for (int64_t r = 0; r < num_rows; ++r) {
+      const int64_t count = std::min<int64_t>(pass.positions[first + r] + 1 - start, kPage);
+      if (count <= 0) continue;
+      // Each row reads another part of the next page ahead, while there are some left.
+      const int64_t part = std::min<int64_t>(r, 3) * dim * kPage / 4;
+      const char* next_keys = reinterpret_cast<const char*>(keys + next + part);
+      const char* next_values = reinterpret_cast<const char*>(values + next + part);
+      scores_of<T, G>(keys + head, queries + r * stride, dim, count, next_keys, scores);
+      for (int g = 0; g < G; ++g) {
+        F top = splat(tops[r][g]), sum = splat(0.0f);
+        for (int64_t i = 0; i < count; i += LANES) {
+          const F score = load<F>(scores[g] + i);
+          top = score > top ? score : top;
+        }
+        top = splat(largest_of(top));
+        for (int64_t i = 0; i < count; i += LANES) {
+          const F prob = exp(load<F>(scores[g] + i) - top);
+          store(scores[g] + i, prob);
+          sum += prob;
+        }
+        // On the first page exp() gives the least there is, and it is multiplied with zeros.
+        factors[g] = exp(splat(tops[r][g]) - top)[0];
+        sums[r][g] = sums[r][g] * factors[g] + sum_of(sum);
+        tops[r][g] = top[0];
       }
-      top = splat(largest_of(top));
-      for (int64_t i = 0; i < count; i += LANES) {
-        const F prob = exp(load<F>(scores[g] + i) - top);
-        store(scores[g] + i, prob);
-        sum += prob;
-      }
-      // For the first page exp() gives the least there is, and it is multiplied with zeros.
-      factors[g] = exp(splat(tops[g]) - top)[0];
-      sums[g] = sums[g] * factors[g] + sum_of(sum);
-      tops[g] = top[0];
+      float* totals = y + r * stride;
+      int64_t d = 0;
+      for (; d + kVectors * LANES <= dim; d += kVectors * LANES)
+        add_values<T, G, kVectors>(values + head + d, scores, factors, dim, count, next_values,
+                                   totals + d);
+      for (; d + LANES <= dim; d += LANES)
+        add_values<T, G, 1>(values + head + d, scores, factors, dim, count, next_values, totals + d);
+      for (; d < dim; ++d)
+        add_value<T, G>(values + head + d, scores, factors, dim, count, totals + d);
     }
-    int64_t d = 0;
-    for (; d + kVectors * LANES <= dim; d += kVectors * LANES)
-      add_values<T, G, kVectors>(values + d, scores, factors, dim, count, y + d);
-    for (; d + LANES <= dim; d += LANES)
-      add_values<T, G, 1>(values + d, scores, factors, dim, count, y + d);
-    for (; d < dim; ++d) add_value<T, G>(values + d, scores, factors, dim, count, y + d);
   }
-  for (int g = 0; g < G; ++g)
-    for (int64_t d = 0; d < dim; ++d) y[g * dim + d] /= sums[g];
+  for (int64_t r = 0; r < num_rows; ++r)
+    for (int g = 0; g < G; ++g)
+      for (int64_t d = 0; d < dim; ++d) y[r * stride + g * dim + d] /= sums[r][g];
 }
 
 template <class T>
 void attention_as(const float* queries, int64_t num_heads, const Pass& pass, const Cache& cache,
                   float* y) {
-  const int64_t group = num_heads / cache.num_kv_heads, items = pass.num_rows * cache.num_kv_heads;
-  int64_t columns = 1;
-  for (int64_t row = 0; row < pass.num_rows; ++row) columns += pass.positions[row] + 1;
-  // An item is a row and a key head. A thread gets enough of them for about 4096 columns.
-  const int64_t grain = 1 + 4096 * pass.num_rows / columns;
-  parallel(items, grain, pass.threads, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i)
+  const int64_t group = num_heads / cache.num_kv_heads, stride = num_heads * cache.dim;
+  int64_t* runs = scratch<int64_t>(0, pass.num_rows + 1);  // where they start
+  int64_t num_runs = 0, columns = 1;
+  for (int64_t row = 0; row < pass.num_rows; ++row) {
+    columns += pass.positions[row] + 1;
+    if (row == 0 || pass.sequences[row] != pass.sequences[row - 1] ||
+        row - runs[num_runs - 1] == kRun)
+      runs[num_runs++] = row;
+  }
+  runs[num_runs] = pass.num_rows;
+  // An item is a run and a key head. A thread gets enough of them for about 4096 columns.
+  parallel(num_runs * cache.num_kv_heads, 1 + 4096 * num_runs / columns, pass.threads,
+           [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t row = runs[i / cache.num_kv_heads], kv_head = i % cache.num_kv_heads;
+      const int64_t num_rows = runs[i / cache.num_kv_heads + 1] - row;
       for (int64_t g = 0; g < group; g += 4) {
-        const int64_t left = group - g, at = (i * group + g) * cache.dim;
+        const int64_t left = group - g, at = row * stride + (kv_head * group + g) * cache.dim;
         const auto kernel = left == 1   ? attend<T, 1>
                             : left == 2 ? attend<T, 2>
                             : left == 3 ? attend<T, 3>
                                         : attend<T, 4>;
-        kernel(queries + at, pass, i / cache.num_kv_heads, cache, i % cache.num_kv_heads, y + at);
+        kernel(queries + at, stride, pass, row, num_rows, cache, kv_head, y + at);
       }
+    }
   });
 }
 

@@ -1,15 +1,15 @@
 """The decode loop on a CPU: products with packed weights, and what lies between them.
 
 Each function is a kernel of cpu.cpp on the path that `cpu_build` chooses, or its twin in
-`cpu_twins`, which defines it. A row's bits are the same alone and among others, at any place, and
-with any number of threads (torch's), so that decoding with speculation gives the very logits of
-decoding without.
+`cpu_twins`, which defines it. A row's bits are the same alone and among others and at any place, so
+that decoding with speculation gives the very logits of decoding without. Compiled paths give the
+same bits with any number of threads (torch's), the twins with the same number.
 
 Raises, everywhere: ValueError for a tensor that is not what its annotation says, not contiguous or
 not on the CPU, and for rows that stand outside of the block table, the cache or the RoPE table.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -19,12 +19,14 @@ from torch import Tensor
 from specfit_kernels import cpu_build, cpu_twins
 from specfit_kernels.cpu_layers import (
     PAGE,
-    DecoderLayer,
     HeadNorms,
+    LayerStack,
     PagedKV,
     Rope,
     Rows,
     refused,
+    require_angles,
+    require_heads,
     require_places,
     require_tensor,
 )
@@ -32,29 +34,22 @@ from specfit_kernels.cpu_weights import CpuWeight
 
 
 def linear(
-    x: Float32[Tensor, "rows columns"],
-    weight: CpuWeight,
-    *,
-    out: Float32[Tensor, "rows channels"] | None = None,
+    x: Float32[Tensor, "rows columns"], weight: CpuWeight
 ) -> Float32[Tensor, "rows channels"]:
     """Rows times the transposed weight, plus its bias.
 
-    A weight is decoded once for 8 rows. With float32 activations the result is within 1e-6 of what
-    float64 gives for the dequantized weights, relative to the row's norm; int8 activations lose
-    about 5e-3 and are what makes several rows as cheap as one.
+    A weight is decoded once for 8 rows on the avx512vnni path, once for 4 on the others. With
+    float32 activations the result is within 1e-6 of what float64 gives for the dequantized weights,
+    relative to the row's norm; int8 activations lose about 5e-3 and are what makes several rows as
+    cheap as one.
     """
     require_tensor("x", x, (-1, weight.columns))
-    shape = (len(x), weight.rows)
-    if out is None:
-        out = torch.empty(shape)
-    else:
-        require_tensor("out", out, shape)
     native = cpu_build.native()
     if native is None:
-        return cpu_twins.linear(x, weight, out=out)
-    threads = torch.get_num_threads()
-    native.linear(x.data_ptr(), len(x), weight.native, out.data_ptr(), threads)
-    return out
+        return cpu_twins.linear(x, weight)
+    y = torch.empty(len(x), weight.rows)
+    native.linear(x.data_ptr(), len(x), weight.native, y.data_ptr(), torch.get_num_threads())
+    return y
 
 
 def rmsnorm(
@@ -102,8 +97,8 @@ def rope_append(
     """Turned queries; turned keys, and values, go to the rows' places in the cache."""
     require_tensor("qkv", qkv, (len(rows.positions), -1))
     width = qkv.shape[1] - 2 * kv.num_kv_heads * kv.head_dim
-    _require_heads("qkv", width, kv)
-    _require_angles(rope, norms, kv)
+    require_heads("qkv", width, kv)
+    require_angles(rope, norms, kv)
     native = cpu_build.native()
     if native is None:
         require_places(rows, kv, len(rope.cosines))
@@ -127,7 +122,7 @@ def attention(
 ) -> Float32[Tensor, "rows width"]:
     """Softmax attention of each row over the columns of its sequence, up to its own."""
     require_tensor("queries", queries, (len(rows.positions), -1))
-    _require_heads("queries", queries.shape[1], kv)
+    require_heads("queries", queries.shape[1], kv)
     native = cpu_build.native()
     if native is None:
         require_places(rows, kv, rows.block_table.shape[1] * PAGE)
@@ -167,76 +162,35 @@ def argmax(x: Float32[Tensor, "rows size"]) -> Int64[Tensor, " rows"]:
     return y
 
 
-def decoder_layer(
-    stream: Float32[Tensor, "rows hidden"],
-    layer: DecoderLayer,
-    rows: Rows,
-    kv: PagedKV,
-    rope: Rope,
-) -> Float32[Tensor, "rows hidden"]:
-    """The residual stream behind one layer, which appends to its cache."""
-    return forward_layers(stream, [layer], rows, [kv], rope)[0]
-
-
 def forward_layers(
     stream: Float32[Tensor, "rows hidden"],
-    layers: Sequence[DecoderLayer],
+    stack: LayerStack,
     rows: Rows,
-    kvs: Sequence[PagedKV],
-    rope: Rope,
     capture: Collection[int] = (),
 ) -> tuple[Float32[Tensor, "rows hidden"], dict[int, Float32[Tensor, "rows hidden"]]]:
     """The stream behind the last layer, and copies of it where it enters layers of `capture`.
 
-    Index len(layers) is the stream behind the last. What lies between the layers' parts is kept by
-    the calling thread, and grows to the largest pass.
+    Each layer appends to its cache. Index len(layers) is the stream behind the last. What lies
+    between the layers' parts is kept by the calling thread, and grows to the largest pass.
     """
-    if not layers or len(kvs) != len(layers):
-        raise refused("kvs", "be as many as layers, one or more", f"{len(kvs)} of {len(layers)}")
-    if any(not 0 <= index <= len(layers) for index in capture):
-        raise refused("capture", f"be within 0..{len(layers)}", sorted(capture))
-    require_tensor("stream", stream, (len(rows.positions), layers[0].o.rows))
-    for layer, kv in zip(layers, kvs, strict=True):
-        _require_layer(layer, stream.shape[1], kv, rope)
+    num_layers = len(stack.layers)
+    if any(not 0 <= index <= num_layers for index in capture):
+        raise refused("capture", f"be within 0..{num_layers}", sorted(capture))
+    require_tensor("stream", stream, (len(rows.positions), stack.layers[0].o.rows))
     native = cpu_build.native()
     if native is None:
-        for kv in kvs:
-            require_places(rows, kv, len(rope.cosines))
-        return cpu_twins.forward_layers(stream, layers, rows, kvs, rope, capture)
+        for kv in stack.kvs:
+            require_places(rows, kv, len(stack.rope.cosines))
+        return cpu_twins.forward_layers(stream, stack, rows, capture)
     out = stream.clone()
     captured = {index: torch.empty(stream.shape) for index in capture}
     native.forward_layers(
-        [layer.native for layer in layers],
-        [kv.native for kv in kvs],
-        _native_pass(rows, rope),
+        *stack.native,
+        _native_pass(rows, stack.rope),
         out.data_ptr(),
         [(index, copy.data_ptr()) for index, copy in captured.items()],
     )
     return out, captured
-
-
-def _require_layer(layer: DecoderLayer, hidden: int, kv: PagedKV, rope: Rope) -> None:
-    if layer.o.rows != hidden:
-        raise refused("layers", f"all have {hidden} states", layer.o.rows)
-    _require_heads("o.columns", layer.o.columns, kv)
-    width = layer.o.columns + 2 * kv.num_kv_heads * kv.head_dim
-    if layer.qkv.rows != width:
-        raise refused("qkv", f"have {width} rows", layer.qkv.rows)
-    _require_angles(rope, layer.head_norms, kv)
-
-
-def _require_heads(name: str, width: int, kv: PagedKV) -> None:
-    if width <= 0 or width % (kv.num_kv_heads * kv.head_dim):
-        heads = f"a multiple of {kv.num_kv_heads} heads of {kv.head_dim} for queries"
-        raise refused(name, f"hold {heads}", width)
-
-
-def _require_angles(rope: Rope, norms: HeadNorms | None, kv: PagedKV) -> None:
-    half = rope.cosines.shape[1]
-    if 2 * half != kv.head_dim:
-        raise refused("rope", f"have {kv.head_dim // 2} angles a position", half)
-    if norms is not None and len(norms.queries) != kv.head_dim:
-        raise refused("norms.queries", f"be {kv.head_dim} long", len(norms.queries))
 
 
 def _native_pass(rows: Rows, rope: Rope | None) -> Any:

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 # Sums are rounded where the source says so: no contraction to fma behind its back.
-FLAGS = ["-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-psabi"]
-OPENMP = ["-fopenmp"] if sys.platform == "linux" else []
+FLAGS = ("-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-psabi")
+OPENMP = ("-fopenmp",) if sys.platform == "linux" else ()
 
 
 class CpuPath(Enum):
@@ -44,7 +44,9 @@ _forced: ContextVar[CpuPath | None] = ContextVar("forced_path", default=None)
 def paths() -> list[CpuPath]:
     """Those that this machine has, the fastest first."""
     module = _library()
-    return [*map(CpuPath, module.paths if module else ()), CpuPath.torch]
+    found = [*map(CpuPath, module.paths if module else ()), CpuPath.torch]
+    logger.info("cpu kernels: path=%s", found[0].value)
+    return found
 
 
 @contextmanager
@@ -90,45 +92,72 @@ def _library() -> ModuleType | None:
 
 def _load() -> ModuleType:
     versions = [torch.__version__, sys.implementation.cache_tag, sysconfig.get_platform()]
-    recipe = [SOURCE.read_text(), *FLAGS, *OPENMP, *versions]
+    recipe = [SOURCE.read_text(), *FLAGS, *OPENMP, *versions, _compiler(), _compiler_version()]
     name = f"specfit_cpu_{sha256(repr(recipe).encode()).hexdigest()[:16]}"
     folder = _extensions_folder() / name
     folder.mkdir(parents=True, exist_ok=True)
-    # The system releases this lock when its holder dies. torch's own lock is a file that a killed
-    # build leaves behind and that the next would wait for; whoever holds ours may remove it.
-    with FileLock(folder / "building"):
+    # The system releases this lock when its holder dies.
+    lock = folder / "building"
+    with FileLock(lock):
         complete = folder / "complete"
         if complete.exists():
-            return _imported(name, folder / f"{name}.so")
-        (folder / "lock").unlink(missing_ok=True)
+            try:
+                return _imported(name, folder / f"{name}.so")
+            except ImportError as error:
+                logger.warning("cpu kernels are compiled again: %s", error)
+        # What a killed build left, torch's own lock among it, for which the next would wait.
+        for left in folder.iterdir():
+            if left != lock:
+                left.unlink()
         module = _compiled(name, folder)
         complete.touch()
         return module
 
 
+def _compiler() -> str:
+    return os.environ.get("CXX", "").strip() or "c++"
+
+
+def _compiler_version() -> str:
+    command = _compiler().split()
+    if shutil.which(command[0]) is None:
+        raise FileNotFoundError(f"there is no C++ compiler {command[0]}")
+    return subprocess.run(
+        [*command, "--version"], check=True, capture_output=True, text=True
+    ).stdout
+
+
 def _compiled(name: str, folder: Path) -> ModuleType:
     from torch.utils import cpp_extension
 
-    compiler = os.environ.get("CXX", "c++")
-    if shutil.which(compiler.split()[0]) is None:
-        raise FileNotFoundError(f"there is no C++ compiler {compiler}")
     logger.info("compiling the cpu kernels, once, into %s", folder)
     start = perf_counter()
     # A virtual environment that nobody activated has its ninja there.
-    path = os.environ.get("PATH", "")
-    os.environ["PATH"] = os.pathsep.join([path, sysconfig.get_path("scripts")])
-    try:
+    path = os.pathsep.join([os.environ.get("PATH", ""), sysconfig.get_path("scripts")])
+    with _environment(PATH=path, CXX=_compiler()):
         module: ModuleType = cpp_extension.load(
             name,
             [str(SOURCE)],
             extra_cflags=[*FLAGS, *OPENMP],
-            extra_ldflags=OPENMP,
+            extra_ldflags=[*OPENMP],  # torch adds to the list
             build_directory=str(folder),
         )
-    finally:
-        os.environ["PATH"] = path
     logger.info("compiled the cpu kernels: seconds=%.1f", perf_counter() - start)
     return module
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _extensions_folder() -> Path:

@@ -1,5 +1,6 @@
 """What the CPU kernels work on besides weights: a paged KV cache, the rows of a pass, a layer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -187,3 +188,47 @@ class DecoderLayer:
             norms.keys.data_ptr() if norms else 0,
             norms.eps if norms else 0.0,
         )
+
+
+@dataclass(frozen=True)
+class LayerStack:
+    """Layers with the cache of each, checked once: a pass over few tokens has no time for that."""
+
+    layers: Sequence[DecoderLayer]
+    kvs: Sequence[PagedKV]
+    rope: Rope
+
+    def __post_init__(self) -> None:
+        if not self.layers or len(self.kvs) != len(self.layers):
+            got = f"{len(self.kvs)} of {len(self.layers)}"
+            raise refused("kvs", "be as many as layers, one or more", got)
+        hidden = self.layers[0].o.rows
+        for layer, kv in zip(self.layers, self.kvs, strict=True):
+            if layer.o.rows != hidden:
+                raise refused("layers", f"all have {hidden} states", layer.o.rows)
+            require_heads("o.columns", layer.o.columns, kv)
+            width = layer.o.columns + 2 * kv.num_kv_heads * kv.head_dim
+            if layer.qkv.rows != width:
+                raise refused("qkv", f"have {width} rows", layer.qkv.rows)
+            require_angles(self.rope, layer.head_norms, kv)
+
+    @cached_property
+    def native(self) -> tuple[list[Any], list[Any]]:
+        """What the compiled kernels know of layers and caches."""
+        return [layer.native for layer in self.layers], [kv.native for kv in self.kvs]
+
+
+def require_heads(name: str, width: int, kv: PagedKV) -> None:
+    """Whether so many channels are whole groups of queries."""
+    if width <= 0 or width % (kv.num_kv_heads * kv.head_dim):
+        heads = f"a multiple of {kv.num_kv_heads} heads of {kv.head_dim} for queries"
+        raise refused(name, f"hold {heads}", width)
+
+
+def require_angles(rope: Rope, norms: HeadNorms | None, kv: PagedKV) -> None:
+    """Whether both are of the cache's heads."""
+    half = rope.cosines.shape[1]
+    if 2 * half != kv.head_dim:
+        raise refused("rope", f"have {kv.head_dim // 2} angles a position", half)
+    if norms is not None and len(norms.queries) != kv.head_dim:
+        raise refused("norms.queries", f"be {kv.head_dim} long", len(norms.queries))

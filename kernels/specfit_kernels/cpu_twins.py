@@ -1,21 +1,29 @@
 """The CPU kernels in torch: what they are defined by, and what runs where none can be compiled.
 
 Signatures are those of `cpu`; arguments are not checked again. Sums are added in torch's order, so
-that results differ from the kernels' by rounding.
+that results differ from the kernels' by rounding. Rows are multiplied one by one: what a row's
+bits are does not depend on the others.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 from torch.nn.functional import silu
 
-from specfit_kernels.cpu_layers import PAGE, DecoderLayer, HeadNorms, PagedKV, Rope, Rows
+from specfit_kernels.cpu_layers import (
+    PAGE,
+    DecoderLayer,
+    HeadNorms,
+    LayerStack,
+    PagedKV,
+    Rope,
+    Rows,
+)
 from specfit_kernels.cpu_weights import Activations, CpuWeight
 
 _BLOCK = 32
-_FEW_ROWS = 16
 
 
 def quantized(x: Float32[Tensor, "rows columns"]) -> Float32[Tensor, "rows columns"]:
@@ -24,7 +32,8 @@ def quantized(x: Float32[Tensor, "rows columns"]) -> Float32[Tensor, "rows colum
     Blocks whose amax is below 2^-100 are zeros. A NaN or an infinity leaves nothing finite.
     """
     rows, columns = x.shape
-    blocks = torch.nn.functional.pad(x, (0, -columns % _BLOCK)).view(rows, -1, _BLOCK)
+    padded = torch.nn.functional.pad(x, (0, -columns % _BLOCK))
+    blocks = padded.view(rows, -(-columns // _BLOCK), _BLOCK)
     amax = blocks.abs().amax(2, keepdim=True)
     zeros = amax < 2.0**-100
     # A tensor, since a Python number is divided by as number * reciprocal, which rounds twice.
@@ -35,24 +44,15 @@ def quantized(x: Float32[Tensor, "rows columns"]) -> Float32[Tensor, "rows colum
 
 
 def linear(
-    x: Float32[Tensor, "rows columns"],
-    weight: CpuWeight,
-    *,
-    out: Float32[Tensor, "rows channels"] | None = None,
+    x: Float32[Tensor, "rows columns"], weight: CpuWeight
 ) -> Float32[Tensor, "rows channels"]:
-    """The product in float32, with the activations as the weight wants them.
-
-    Up to 16 rows each is multiplied by itself, so that its bits do not depend on the others.
-    """
+    """The product in float32, with the activations as the weight wants them."""
     if weight.activations is Activations.int8:
         x = quantized(x)
-    if len(x) <= _FEW_ROWS:
-        y = torch.stack([weight.values.mv(row) for row in x])
-    else:
-        y = x @ weight.values.T
-    if weight.bias is not None:
-        y += weight.bias[: weight.rows]
-    return y if out is None else out.copy_(y)
+    y = torch.empty(len(x), weight.rows)
+    for row, out in zip(x, y, strict=True):
+        torch.mv(weight.values, row, out=out)
+    return y if weight.bias is None else y + weight.bias[: weight.rows]
 
 
 def rmsnorm(
@@ -82,7 +82,7 @@ def rope_append(
 ) -> Float32[Tensor, "rows queries"]:
     """Turned queries; turned keys, and values, go to the rows' places in the cache."""
     num_kv_heads, head_dim = kv.num_kv_heads, kv.head_dim
-    heads = qkv.view(len(qkv), -1, head_dim)
+    heads = qkv.view(len(qkv), qkv.shape[1] // head_dim, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
     queries, keys = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads]
     values = heads[:, -num_kv_heads:]
@@ -137,31 +137,28 @@ def argmax(x: Float32[Tensor, "rows size"]) -> Int64[Tensor, " rows"]:
 
 def forward_layers(
     stream: Float32[Tensor, "rows hidden"],
-    layers: Sequence[DecoderLayer],
+    stack: LayerStack,
     rows: Rows,
-    kvs: Sequence[PagedKV],
-    rope: Rope,
     capture: Collection[int] = (),
 ) -> tuple[Float32[Tensor, "rows hidden"], dict[int, Float32[Tensor, "rows hidden"]]]:
     """The stream behind the last layer, and copies of it where it enters layers of `capture`."""
     captured = {}
-    for index, (layer, kv) in enumerate(zip(layers, kvs, strict=True)):
+    for index, (layer, kv) in enumerate(zip(stack.layers, stack.kvs, strict=True)):
         if index in capture:
             captured[index] = stream.clone()
-        stream = decoder_layer(stream, layer, rows, kv, rope)
-    if len(layers) in capture:
-        captured[len(layers)] = stream.clone()
+        stream = _decoder_layer(stream, layer, rows, kv, stack.rope)
+    if len(stack.layers) in capture:
+        captured[len(stack.layers)] = stream.clone()
     return stream, captured
 
 
-def decoder_layer(
+def _decoder_layer(
     stream: Float32[Tensor, "rows hidden"],
     layer: DecoderLayer,
     rows: Rows,
     kv: PagedKV,
     rope: Rope,
 ) -> Float32[Tensor, "rows hidden"]:
-    """The residual stream behind one layer."""
     qkv = linear(rmsnorm(stream, layer.input_norm, layer.eps), layer.qkv)
     queries = rope_append(qkv, rows, kv, rope, layer.head_norms)
     attended = linear(attention(queries, rows, kv), layer.o)

@@ -129,7 +129,8 @@ def pack(
 
     Raises:
         ValueError: The parts' formats or widths differ, the width is no multiple of 16, a scale or
-            an FP8 value is NaN, or `activations` does not go with the format.
+            an FP8 value is not finite, a global scale not positive either, an INT8 code is -128, or
+            `activations` does not go with the format.
     """
     formats, widths = {_format(part, name) for part in parts}, {_columns(part) for part in parts}
     if len(formats) != 1:
@@ -147,6 +148,11 @@ def pack(
     codes, scales, channel_scales = (torch.cat(tensors) for tensors in zip(*raw, strict=True))
     if bias is not None and len(bias) != len(codes):
         raise ValueError(f"bias must have the {len(codes)} rows of {name}, got {len(bias)}")
+    if not bool(((channel_scales > 0) & channel_scales.isfinite()).all()):
+        found = [float(part.global_scale) for part in parts if isinstance(part, FP4Tensor)]
+        raise ValueError(f"{name} must have positive, finite global scales, got {found}")
+    if weight_format is WeightFormat.int8 and bool((codes == 0).any()):
+        raise ValueError(f"{name} must have codes of -127 to 127, got -128")
     chunks = _tiled(codes, layout.elements, layout.together, num_chunks)
     if layout.scales:
         for which, values in ("scales", scales), ("values", codes):

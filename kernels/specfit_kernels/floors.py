@@ -39,7 +39,7 @@ def matmul_gflops(
 
 
 def read_bytes_per_second(*, seconds: float = 0.3) -> float:
-    """Of this machine's memory, with torch's threads: the best of several sums over WEIGHT_BYTES."""
+    """At which torch's threads read memory: the best of several sums over WEIGHT_BYTES."""
     values = torch.ones(WEIGHT_BYTES // 4)
     best = float("inf")
     end = perf_counter() + seconds

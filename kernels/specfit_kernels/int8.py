@@ -20,7 +20,7 @@ _LARGEST_SCALE = 65504.0
 class Int8Tensor:
     """A matrix in INT8."""
 
-    codes: Int8[Tensor, "rows columns"]  # -127..127
+    codes: Int8[Tensor, "rows columns"]  # -127..127; the kernels refuse -128
     scales: Float16[Tensor, "rows blocks"]  # of 32 columns each; a row's last block may be shorter
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "rows columns"]:

@@ -7,11 +7,14 @@ pass; where no round was plain of late, some are, to be measured. The s_i are es
 request and each grade of its drafts (`GradedProposer`). The first of them has the benefit of the
 doubt, since plain rounds show nothing: what is thought too little of would stay so.
 
-Two accounts bound what a mistake costs. Both are in passes of plain decoding and are only so full.
+Two accounts bound what a mistake costs. Both are in plain passes, and are only so full.
 
-- `lead`: what the rounds so far saved, plus MAX_LOSS for each token. A round that would cost more
-  than the lead if nothing of its draft were kept is not run. So whatever the text does, decoding
-  takes at most 1 + MAX_LOSS times as long as without drafts, and FIRST_LEAD passes more.
+- `lead`: what the rounds so far saved, a row, plus MAX_LOSS for each token of a row. A round that
+  would cost more than the lead if nothing of its draft were kept is not run. So whatever the text
+  does, the rows together take at most 1 + MAX_LOSS times as long for their tokens as plain passes
+  over as many rows, and FIRST_LEAD passes more. (At the costs that rounds are planned with; tokens
+  kept behind the end of an answer count.) One row may pay for what others gain: were each row
+  bounded by itself, one that keeps nothing would hold back all that share its batch.
 - `curiosity`: EXPLORED for each round. Once it pays for one more column, a round drafts one token
   more than seems best; where that token is kept, what it saved goes back into the account. So in
   hostile text one token is drafted now and then, and at once again where it is kept.
@@ -198,7 +201,7 @@ class AdaptiveDraftLength:
     One object serves one target and one proposer, for as many calls of `decode` as there are:
     requests start from what earlier ones showed. What it chooses depends on the other requests and,
     unless the costs are fixed, on the clock; like drafts, it changes no greedy answer, and not the
-    distribution of a sampled one.
+    distribution of a sampled one, as long as ids and seed do not recur (see `SuffixProposer`).
 
     A proposer with states of its own must be able to sit out rounds of 0 tokens: `hybrid.LateHead`.
     """

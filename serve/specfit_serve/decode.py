@@ -14,7 +14,13 @@ from torch import Tensor
 from specfit_serve.protocols import DecodeTarget, Draft, DraftLength, GradedProposer, Proposer
 from specfit_serve.repetition import RepetitionGuard, TokenClass
 from specfit_serve.stats import Round
-from specfit_serve.verify import Verification, target_distribution, verify_greedy, verify_sampled
+from specfit_serve.verify import (
+    Verification,
+    clip,
+    target_distribution,
+    verify_greedy,
+    verify_sampled,
+)
 
 FinishReason = Literal["stop", "length", "repetition"]
 
@@ -23,7 +29,8 @@ FinishReason = Literal["stop", "length", "repetition"]
 class DecodeSettings:
     """How requests are decoded.
 
-    A greedy answer depends on no other request; nor does a sampled one, unless the drafts do.
+    As far as the target's logits depend on no other request, a greedy answer does not either; nor
+    does a sampled one, unless the drafts do: by what they are made of, or where columns run short.
     """
 
     num_draft_tokens: int  # asked of the proposer each round; the most, if adaptive
@@ -57,13 +64,13 @@ class Decoded:
     id: str
     slot: int  # that it was decoded in; the next answer that is asked for may be there, too
     tokens: list[int]  # of the answer; the EOS that stopped it included
-    finish_reason: FinishReason  # length: max_new_tokens, or the target's slots, are used up
+    finish_reason: FinishReason  # length: max_new_tokens, its slot, or the whole cache, is used up
     rounds: list[Round]  # the first token comes from the prefill and belongs to none
     loop_start: int | None  # with `repetition`: the index in `tokens` at which the loop starts
-    prefill_seconds: float
-    # Of the rounds. A round's time is shared out equally among the sequences in it.
-    target_seconds: float  # the passes and their verification
-    draft_seconds: float
+    # A round's time is shared out equally among the sequences in it.
+    prefill_seconds: float  # of the prompt: the target's, and what the proposer makes of it
+    target_seconds: float  # of the rounds: passes and their verification
+    draft_seconds: float  # of the rounds
 
 
 def decode(
@@ -74,7 +81,7 @@ def decode(
     *,
     draft_length: DraftLength | None = None,
     token_classes: Sequence[TokenClass] | None = None,
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] = lambda _: None,
 ) -> Iterator[Decoded]:
     """Answers `requests`, each as soon as it is finished.
 
@@ -82,16 +89,17 @@ def decode(
     without it there are always as many.
     With `token_classes` (one per token of the vocabulary) a repetition guard watches every answer.
     `on_progress` is called after every pass with the number of tokens that it is further: those of
-    a prompt, which take their time too, and those emitted.
+    a prompt, which take their time too, and those emitted; each counts once.
 
     Raises:
         ValueError: a prompt does not fit, or an id occurs twice; the message names the request.
 
-    Where the target's cache has no room for another prompt, it waits for an answer to end; where
-    it has none for an answer to grow, that answer ends as one that has reached its length.
+    Where the target's cache has no room for another prompt, it waits for an answer to end. Where it
+    has none for all answers to grow, drafts are cut; at last the sequences of the highest slots are
+    put back, and when an answer has ended they are prefilled again and go on. So no answer is cut
+    short by others. Whoever stops asking for answers gives the columns of all back.
     """
     _check(target, requests, settings)
-    on_progress = on_progress or _ignore
     return _decode(target, proposer, requests, settings, draft_length, token_classes, on_progress)
 
 
@@ -104,33 +112,38 @@ def _decode(
     token_classes: Sequence[TokenClass] | None,
     on_progress: Callable[[int], None],
 ) -> Iterator[Decoded]:
-    waiting = deque(requests)
+    # Sequences are those put back. They come first, and find no room again before an answer has
+    # ended, since the others only grow; nor does anyone behind them.
+    waiting: deque[Request | _Sequence] = deque(requests)
     active: list[_Sequence] = []  # in slots 0..n-1
-    while True:
-        slot = 0
-        while slot < settings.batch_size:
-            if slot < len(active) and active[slot].finish_reason is None:
-                slot += 1
-                continue
-            if slot < len(active):
-                yield active[slot].decoded(slot)
-                target.release(slot)
-            num_others = len(active) - (slot < len(active))
-            if waiting and _has_room(target, waiting[0], slot, num_others, settings):
-                sequence = _Sequence.of(waiting.popleft(), target, settings, token_classes)
-                on_progress(_prefill(target, proposer, sequence, slot, settings))
-                active[slot : slot + 1] = [sequence]
-            elif slot < len(active):
-                _fill_hole(target, proposer, active, slot)
-            else:
-                break
-        if not active:
-            return
-        crowded_out = _crowded_out(target, active, settings)
-        if crowded_out is not None:
-            crowded_out.finish_reason = "length"
-            continue
-        on_progress(_round(target, proposer, active, settings, draft_length))
+    try:
+        while True:
+            slot = 0
+            while slot < settings.batch_size:
+                if slot < len(active) and active[slot].finish_reason is None:
+                    slot += 1
+                    continue
+                if slot < len(active):
+                    yield active[slot].decoded(slot)
+                    target.release(slot)
+                if waiting and _has_room(target, slot, waiting[0]):
+                    entering = waiting.popleft()
+                    if isinstance(entering, Request):
+                        entering = _Sequence.of(entering, target, settings, token_classes)
+                    active[slot : slot + 1] = [entering]
+                    on_progress(_prefill(target, proposer, entering, slot, settings))
+                elif slot < len(active):
+                    _fill_hole(target, proposer, active, slot)
+                else:
+                    break
+            if not active:
+                assert not waiting, "alone, whatever waits has room"
+                return
+            waiting.extendleft(_crowded_out(target, active))
+            on_progress(_round(target, proposer, active, settings, draft_length))
+    finally:
+        for slot in range(len(active)):
+            target.release(slot)
 
 
 @dataclass
@@ -163,8 +176,7 @@ class _Sequence:
             request=request,
             tokens=list(request.prompt),
             max_length=min(
-                len(request.prompt) + settings.max_new_tokens,
-                target.max_length - settings.num_draft_tokens,
+                len(request.prompt) + settings.max_new_tokens, _max_length(target, settings)
             ),
             eos_ids=target.eos_ids,
             generator=torch.Generator().manual_seed(int.from_bytes(digest[:8], "little")),
@@ -214,17 +226,23 @@ def _prefill(
     slot: int,
     settings: DecodeSettings,
 ) -> int:
-    """Runs the prompt in `slot`; its last position gives the answer's first token."""
+    """Runs the prompt in `slot`; its last position gives the answer's first token.
+
+    Of a sequence that was put back all but the newest token are run, and none is new.
+    """
     began = perf_counter()
-    prompt = torch.tensor([sequence.tokens], device=target.device)
+    was_put_back = len(sequence.tokens) > len(sequence.request.prompt)
+    tokens = sequence.tokens[:-1] if was_put_back else sequence.tokens
+    prompt = torch.tensor([tokens], device=target.device)
     start = torch.zeros(1, dtype=torch.long, device=target.device)
     output = target.forward(prompt, start, slot, last_only=True)
-    nothing = Draft(prompt[:, :0], start)
-    verification = _verify(output.logits, nothing, [sequence], sequence.uniforms(1)[None], settings)
-    sequence.emit(verification.own_tokens.tolist())
+    if not was_put_back:
+        nothing, draws = Draft(prompt[:, :0], start), sequence.uniforms(1)[None]
+        first = _verify(output.logits, nothing, [sequence], draws, settings)
+        sequence.emit(first.own_tokens.tolist())
     proposer.start(slot, sequence.tokens, None if output.features is None else output.features[0])
-    sequence.prefill_seconds = perf_counter() - began
-    return len(sequence.tokens)
+    sequence.prefill_seconds += perf_counter() - began
+    return 0 if was_put_back else len(sequence.tokens)
 
 
 @torch.no_grad()
@@ -240,13 +258,15 @@ def _round(
     uniforms = torch.stack([s.uniforms(2 * most + 1) for s in active]).to(target.device)
     temperatures = torch.tensor([s.request.temperature for s in active], device=target.device)
     rooms = [s.max_length - len(s.tokens) - 1 for s in active]
+    fitting = _num_fitting(target, active, min(most, max(rooms)))
+    rooms = [min(room, fitting) for room in rooms]
     # Both stages end by reading their result, so that the clock is right on a GPU as well.
     began = perf_counter()
     k = most
     if draft_length is not None:
-        k = _chosen_length(draft_length, proposer, active, min(most, max(rooms)))
+        k = _chosen_length(draft_length, proposer, active, fitting)
     draft = proposer.propose([s.tokens for s in active], k, temperatures, uniforms[:, :k])
-    draft = _clip(draft, rooms, target.device)
+    draft = clip(draft, rooms, target.device)
     drafted = perf_counter()
     newest = torch.tensor([s.tokens[-1:] for s in active], device=target.device)
     starts = torch.tensor([len(s.tokens) - 1 for s in active], device=target.device)
@@ -289,19 +309,6 @@ def _chosen_length(
     return draft_length.choose([s.request.id for s in active], grades, limit)
 
 
-def _clip(draft: Draft, max_lengths: list[int], device: torch.device) -> Draft:
-    """Cuts rows to `max_lengths` and columns that no row uses; what is padding becomes token 0."""
-    limits = torch.tensor(max_lengths, device=device)
-    lengths = torch.minimum(draft.lengths.to(device), limits)
-    width = int(lengths.max())
-    padding = torch.arange(width, device=device) >= lengths.unsqueeze(1)
-    return Draft(
-        tokens=draft.tokens[:, :width].to(device).masked_fill(padding, 0),
-        lengths=lengths,
-        probs=None if draft.probs is None else draft.probs[:, :width].to(device),
-    )
-
-
 def _verify(
     logits: Float[Tensor, "rows seq vocab"],
     draft: Draft,
@@ -316,29 +323,37 @@ def _verify(
     return verify_sampled(target_probs, draft, uniforms[:, : logits.shape[1]].to(logits.device))
 
 
-def _has_room(
-    target: DecodeTarget, request: Request, slot: int, num_others: int, settings: DecodeSettings
-) -> bool:
-    """Whether the prompt and a round after it have columns in `slot`."""
-    length = len(request.prompt) + settings.num_draft_tokens + 1
-    if target.reserve(slot, length):
-        return True
-    if num_others == 0:  # nobody is left whose columns it could wait for
-        raise ValueError(
-            f"request {request.id}: the target's cache must have room for {length} columns, for a "
-            f"prompt of {len(request.prompt)} tokens and a round"
-        )
-    return False
+def _max_length(target: DecodeTarget, settings: DecodeSettings) -> int:
+    """The most tokens of a sequence, its prompt included, when it is alone."""
+    return min(target.max_length - settings.num_draft_tokens, target.num_columns)
 
 
-def _crowded_out(
-    target: DecodeTarget, active: list[_Sequence], settings: DecodeSettings
-) -> _Sequence | None:
-    """The first sequence, if any, that has no columns for another round."""
-    for slot, sequence in enumerate(active):
-        if not target.reserve(slot, len(sequence.tokens) + settings.num_draft_tokens):
-            return sequence
-    return None
+def _has_room(target: DecodeTarget, slot: int, entering: Request | _Sequence) -> bool:
+    """Whether its tokens and the next one have columns in `slot`."""
+    tokens = entering.prompt if isinstance(entering, Request) else entering.tokens
+    return target.reserve(slot, len(tokens) + 1)
+
+
+def _crowded_out(target: DecodeTarget, active: list[_Sequence]) -> list[_Sequence]:
+    """Takes out the last sequences until the others have columns for a round without a draft."""
+    taken: list[_Sequence] = []
+    slot = 0
+    while slot < len(active):
+        if target.reserve(slot, len(active[slot].tokens)):
+            slot += 1
+        else:
+            taken.append(active.pop())
+            target.release(len(active))
+    assert active, "alone, a sequence has room"
+    return taken
+
+
+def _num_fitting(target: DecodeTarget, active: list[_Sequence], limit: int) -> int:
+    """How many draft tokens, at most `limit`, all sequences have columns for."""
+    for k in range(limit, 0, -1):
+        if all(target.reserve(slot, len(s.tokens) + k) for slot, s in enumerate(active)):
+            return k
+    return 0
 
 
 def _fill_hole(
@@ -358,7 +373,7 @@ def _check(target: DecodeTarget, requests: Sequence[Request], settings: DecodeSe
             f"batch_size must be at most the target's {target.num_slots} slots, "
             f"got {settings.batch_size}"
         )
-    room = target.max_length - settings.num_draft_tokens - 1
+    room = _max_length(target, settings) - 1
     ids: set[str] = set()
     for request in requests:
         name = f"request {request.id}"
@@ -368,7 +383,8 @@ def _check(target: DecodeTarget, requests: Sequence[Request], settings: DecodeSe
         if not 1 <= len(request.prompt) <= room:
             raise ValueError(
                 f"{name}: the prompt must have 1 to {room} tokens, got {len(request.prompt)} "
-                f"(slots of {target.max_length} columns, {settings.num_draft_tokens} draft tokens)"
+                f"(slots of {target.max_length} columns, {target.num_columns} in all, "
+                f"{settings.num_draft_tokens} draft tokens)"
             )
         if not all(0 <= token < target.vocab_size for token in request.prompt):
             raise ValueError(
@@ -377,7 +393,3 @@ def _check(target: DecodeTarget, requests: Sequence[Request], settings: DecodeSe
             )
         if request.temperature < 0:
             raise ValueError(f"{name}: temperature must be at least 0, got {request.temperature}")
-
-
-def _ignore(_: int) -> None:
-    pass

@@ -56,7 +56,10 @@ class Eagle3Proposer:
     name = "eagle3"
 
     def __init__(self, weights: Eagle3Weights, *, num_slots: int, max_length: int) -> None:
-        """Allocates a cache for full slots."""
+        """Allocates a cache for full slots.
+
+        What writes past `max_length` raises a ValueError.
+        """
         self.weights = weights
         num_pages = 1 + num_slots * -(-max_length // PAGE)
         self._pages = PageTable(
@@ -169,7 +172,10 @@ class Eagle3Proposer:
         """Writes entries; returns their places, queries and residuals."""
         w = self.weights
         for slot, position in zip(slots.tolist(), positions.tolist(), strict=True):
-            assert self._pages.reserve(slot, position + 1)
+            if not self._pages.reserve(slot, position + 1):
+                raise ValueError(
+                    f"max_length must be at least {position + 1}, got {self._pages.max_length}"
+                )
         embedded = w.embeddings[torch.tensor(tokens)].float()
         states = states.contiguous()
         normed = cpu.rmsnorm(states, w.state_norm, w.eps)

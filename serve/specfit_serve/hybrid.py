@@ -95,7 +95,8 @@ class HybridProposer:
     Both promises are measured. The head's: how many of its tokens were kept, by position. The
     suffix's, by grade: how many of its tokens turned out right, whether it drafted or not, since
     the tokens that came show it either way. A round in which no row takes the head's draft does
-    without the head. On what other requests can change, see `SuffixProposer`.
+    without the head. On what other requests can change, and on repeats, which need another seed or
+    a new proposer, see `SuffixProposer`.
     """
 
     name = "hybrid"

@@ -7,12 +7,12 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from specfit_kernels import cpu
-from specfit_kernels.cpu_layers import PAGE, DecoderLayer, PagedKV, Rope, Rows
+from specfit_kernels.cpu_layers import PAGE, DecoderLayer, LayerStack, PagedKV, Rope, Rows
 from specfit_kernels.cpu_weights import CpuWeight
 from specfit_serve.pages import PageTable
 from specfit_serve.protocols import TargetOutput
 
-PREFILL_ROWS = 256  # tokens of a prompt that go through all layers at once
+MAX_ROWS = 256  # tokens that go through all layers at once: what lies between them stays in caches
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class LlamaTarget:
             num_slots=num_slots, max_length=max_length, page=PAGE, num_pages=num_pages + 1
         )
         head_dim = 2 * weights.rope.cosines.shape[1]
-        self._kv = [
+        kvs = [
             PagedKV.empty(
                 num_pages + 1,
                 (layer.qkv.rows - layer.o.columns) // (2 * head_dim),
@@ -98,11 +98,12 @@ class LlamaTarget:
             )
             for layer in weights.layers
         ]
+        self._stack = LayerStack(weights.layers, kvs, weights.rope)
 
     @property
     def column_bytes(self) -> int:
         """Of the keys and values of one token in all layers."""
-        return sum(kv.keys[0, :, :, 0].nbytes + kv.values[0, :, 0].nbytes for kv in self._kv)
+        return sum(kv.keys[0, :, :, 0].nbytes + kv.values[0, :, 0].nbytes for kv in self._stack.kvs)
 
     @torch.inference_mode()
     def forward(
@@ -123,9 +124,7 @@ class LlamaTarget:
             if not self.reserve(slot, start + seq):
                 raise ValueError(f"slot {slot} has no page left for {start + seq} columns")
         positions = (starts[:, None] + torch.arange(seq)).flatten()
-        states, features = self._run(
-            tokens.flatten(), positions, slots.repeat_interleave(seq), all_rows=rows > 1
-        )
+        states, features = self._run(tokens.flatten(), positions, slots.repeat_interleave(seq))
         states = states.view(rows, seq, -1)
         if last_only:
             states = states[:, -1:].contiguous()
@@ -146,25 +145,17 @@ class LlamaTarget:
         self.pages.move(source, to)
 
     def _run(
-        self,
-        tokens: Int[Tensor, " n"],
-        positions: Int[Tensor, " n"],
-        slots: Int[Tensor, " n"],
-        *,
-        all_rows: bool,
+        self, tokens: Int[Tensor, " n"], positions: Int[Tensor, " n"], slots: Int[Tensor, " n"]
     ) -> tuple[Float32[Tensor, "n hidden"], Float32[Tensor, "n width"] | None]:
-        """The states behind the last layer, and the features; a prompt in parts, the rest whole."""
-        size = len(tokens) if all_rows else PREFILL_ROWS
+        """The states behind the last layer, and the features; MAX_ROWS at a time."""
         layers = self.aux_layers or []
         states: list[Tensor] = []
         features: list[Tensor] = []
-        for part in (slice(i, i + size) for i in range(0, len(tokens), size)):
+        for part in (slice(i, i + MAX_ROWS) for i in range(0, len(tokens), MAX_ROWS)):
             last, captured = cpu.forward_layers(
                 self.weights.embeddings[tokens[part]].float(),
-                self.weights.layers,
+                self._stack,
                 Rows(positions[part], slots[part], self.pages.table),
-                self._kv,
-                self.weights.rope,
                 capture=layers,
             )
             states.append(last)

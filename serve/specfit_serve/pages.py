@@ -53,7 +53,8 @@ class PageTable:
         self._held[slot] = 0
 
     def move(self, source: int, to: int) -> None:
-        """The sequence of `source` continues in `to`, whose pages are taken back."""
+        """The sequence of `source` continues in `to`, another slot, whose pages are taken back."""
+        assert source != to
         self.release(to)
         self.table[to] = self.table[source]
         self._held[to] = self._held[source]

@@ -67,6 +67,10 @@ class DecodeTarget(Protocol):
         """
 
     @property
+    def num_columns(self) -> int:
+        """Columns of all slots together; a sequence that is alone may have them all."""
+
+    @property
     def device(self) -> torch.device:
         """Where tokens go in and logits come out."""
 
@@ -91,7 +95,7 @@ class DecodeTarget(Protocol):
         """The sequence of `slot` has ended; its columns may serve others."""
 
     def move(self, source: int, to: int) -> None:
-        """Copies slot `source` over slot `to`; `source` is not read again before it is refilled."""
+        """Copies slot `source` over `to`, another; `source` is not read before it is refilled."""
 
 
 @runtime_checkable
@@ -107,8 +111,8 @@ class Proposer(Protocol):
     ) -> None:
         """A sequence enters `slot`, after its prefill.
 
-        `tokens` is the prompt and the first own token; `features` are those of the prompt alone, so
-        one row fewer than there are tokens.
+        `tokens` is the prompt and the first own token, or more, if the sequence was put back and
+        enters again. `features` are of all tokens but the last.
         """
 
     def propose(

@@ -36,7 +36,8 @@ class SuffixAutomaton:
     one; reading a substring from the start, state 0, leads to its state. A state's link is the
     state of its longest suffix that also ends elsewhere, so the links from the newest state lead
     through all suffixes of the sequence, longest first. There are fewer than two states a token,
-    and adding one costs amortized constant time (Blumer et al. 1985).
+    and adding one costs amortized constant time (Blumer et al. 1985). A token takes 370 to 390
+    bytes (measured: 50000 random ones, and as many of source code).
 
     Counts are exact but for periodic text: only MAX_COUNTED states, those of the longest suffixes,
     count a token, or a run of one token would cost quadratic time. Beyond that they saturate.
@@ -186,11 +187,14 @@ class SuffixProposer:
 
     With 0 of them a request is kept to itself. Otherwise drafts depend on who came before; the same
     requests in the same order get the same ones. No greedy answer depends on that. A sampled one
-    has the target's distribution whatever is drafted, but which draw of it depends on the drafts,
-    since they are what its uniforms are compared with.
+    has the target's distribution whatever is drafted, as long as its uniforms are not those that
+    what is drafted was drawn with: ids and seed must not recur while one proposer lives, so repeats
+    need another seed or a new proposer. Which draw it is depends on the drafts, since they are what
+    the uniforms are compared with.
 
     An answer is remembered when its slot is taken by another sequence, without what its last round
-    emitted, which no proposer sees.
+    emitted, which no proposer sees. Its tokens, and those of requests in flight, each take what a
+    `SuffixAutomaton` says.
 
     Raises:
         ValueError: a setting is out of its range.

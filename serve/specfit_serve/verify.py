@@ -1,5 +1,6 @@
 """Verification: which drafted tokens the target keeps, and the token it adds itself."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,16 +18,39 @@ class Verification:
     own_tokens: Int[Tensor, " rows"]
 
 
+def clip(draft: Draft, max_lengths: Sequence[int], device: torch.device) -> Draft:
+    """Cuts rows to `max_lengths` and columns that no row uses; what is padding becomes token 0."""
+    limits = torch.tensor(max_lengths, device=device)
+    lengths = torch.minimum(draft.lengths.to(device), limits)
+    width = int(lengths.max())
+    padding = torch.arange(width, device=device) >= lengths.unsqueeze(1)
+    return Draft(
+        tokens=draft.tokens[:, :width].to(device).masked_fill(padding, 0),
+        lengths=lengths,
+        probs=None if draft.probs is None else draft.probs[:, :width].to(device),
+    )
+
+
 def sample(
     probs: Float[Tensor, "rows vocab"], uniforms: Float[Tensor, " rows"]
 ) -> Int[Tensor, " rows"]:
     """Tokens by inversion of the cumulative distribution, one uniform of [0, 1) each.
 
     `probs` need not be normalized. A token of probability 0 is never returned.
+
+    Raises:
+        ValueError: the probabilities of a row have no positive, finite sum.
     """
     # float64: with a float32 sum the last token could be rounded out of reach, or past the end.
     cumulative = probs.double().cumsum(-1)
-    points = uniforms.double().unsqueeze(-1) * cumulative[:, -1:]
+    totals = cumulative[:, -1:]
+    valid = (totals > 0) & totals.isfinite()
+    if not bool(valid.all()):
+        raise ValueError(
+            "logits must be finite, the target's and the head's, got probabilities with a sum of "
+            f"{float(totals[~valid][0])}"
+        )
+    points = uniforms.double().unsqueeze(-1) * totals
     return torch.searchsorted(cumulative, points, right=True).squeeze(-1)
 
 

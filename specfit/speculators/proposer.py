@@ -103,7 +103,8 @@ class Eagle3Proposer:
                 ids = logits.argmax(-1)
             drafted.append(self.target_ids[ids])
         lengths = torch.full((rows,), num_draft_tokens, device=states.device)
-        return Draft(torch.stack(drafted, 1), lengths, torch.stack(probs, 1) if sampled else None)
+        tokens_of = torch.stack(drafted, 1) if drafted else lengths.new_zeros(rows, 0)
+        return Draft(tokens_of, lengths, torch.stack(probs, 1) if probs else None)
 
     @torch.inference_mode()
     def observe(

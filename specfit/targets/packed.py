@@ -58,7 +58,7 @@ def llama_weights(
     check_kernels(target)
     if stored is None:
         stored = {name: p.detach() for name, p in target.model.named_parameters()}
-    embeddings = _plain(stored["model.embed_tokens.weight"])
+    embeddings = _plain(stored, "model.embed_tokens.weight")
     head = _matrix(stored.get("lm_head.weight", embeddings))
     return LlamaWeights(
         embeddings=embeddings,
@@ -66,7 +66,7 @@ def llama_weights(
             _layer(stored, f"model.layers.{i}", target.info.rms_norm_eps, activations)
             for i in range(target.info.num_layers)
         ),
-        norm=_vector(stored["model.norm.weight"]),
+        norm=_vector(stored, "model.norm.weight"),
         eps=target.info.rms_norm_eps,
         head=_packed([head], activations, name="lm_head"),
         rope=_rope(target),
@@ -91,7 +91,6 @@ def check_kernels(target: Target) -> None:
         (info.hidden_act == "silu", "hidden_act", "be silu", info.hidden_act),
         (rope_type in ROPE_TYPES, "rope_type", f"be one of {ROPE_TYPES}", rope_type),
         (window is None, "sliding_window", "be null", window),
-        (not getattr(config, "mlp_bias", False), "mlp_bias", "be false", True),
         (even, "head_dim", f"be 8, 16 .. {MAX_HEAD_DIM}", info.head_dim),
         (not any(size % 16 for size in sizes), "sizes", "be multiples of 16", sizes),
     )
@@ -119,11 +118,11 @@ def _layer(
         biases = [f"{layer}.{module}.bias" for module in modules]
         bias = None
         if biases[0] in stored:
-            bias = torch.cat([_vector(stored[name]) for name in biases])
+            bias = torch.cat([_vector(stored, name) for name in biases])
         return _packed(parts, activations, bias=bias, name=f"{layer}.{modules[0]}")
 
     def norm(module: str) -> Float32[Tensor, " size"]:
-        return _vector(stored[f"{layer}.{module}.weight"])
+        return _vector(stored, f"{layer}.{module}.weight")
 
     head_norms = None
     if f"{layer}.self_attn.q_norm.weight" in stored:
@@ -153,18 +152,24 @@ def _packed(
 
 
 def _matrix(stored: Stored) -> Stored:
-    return _plain(stored) if isinstance(stored, Tensor) else stored
-
-
-def _plain(stored: Stored) -> Tensor:
     """In a type that the kernels have: float16 becomes float32."""
-    assert isinstance(stored, Tensor)
-    return stored if stored.dtype is torch.bfloat16 else stored.float()
+    if isinstance(stored, Tensor) and stored.dtype is not torch.bfloat16:
+        return stored.float()
+    return stored
 
 
-def _vector(stored: Stored) -> Float32[Tensor, " size"]:
-    assert isinstance(stored, Tensor)
-    return stored.float().contiguous()
+def _plain(stored: Mapping[str, Stored], name: str) -> Tensor:
+    tensor = _matrix(stored[name])
+    if not isinstance(tensor, Tensor):
+        raise ValueError(
+            f"{name} must not be quantized for the CPU kernels, got {type(tensor).__name__}; "
+            "runtime.engine=torch runs this target"
+        )
+    return tensor
+
+
+def _vector(stored: Mapping[str, Stored], name: str) -> Float32[Tensor, " size"]:
+    return _plain(stored, name).float().contiguous()
 
 
 @torch.no_grad()

@@ -43,6 +43,7 @@ class SlotTarget:
         self.aux_layers = aux_layers
         self.num_slots = num_slots
         self.max_length = max_length
+        self.num_columns = num_slots * max_length
         self.vocab_size = target.info.vocab_size
         self.eos_ids = frozenset(target.info.eos_ids)
         self.device = target.device
