@@ -31,7 +31,7 @@ TERMS = {
     "k": "Tokens drafted a round; `up to` where it follows what drafts cost and bring, down to 0.",
     "floor": "Bytes of weights, keys and values over the speed at which this machine reads memory, "
     "measured in the same run.",
-    "edits": "Prompts that ask for a text to be written again.",
+    "edits": "Prompts that ask for a small change to a file, and for all of it.",
 }
 
 

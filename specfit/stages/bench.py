@@ -35,7 +35,11 @@ from specfit_serve.suffix import SuffixProposer
 VERSION = 1
 FIGURES = "bench.json"
 EDITS = "edits"  # the component of prompts whose answers copy
-EDIT = "Here is a text. Write it again, word for word, and change nothing.\n\n"
+EDIT = """Add the comment '# checked' as the first line of this file and show the whole file:
+
+```
+{}
+```"""
 WIDTHS = (1, 2, 3, 5, 9)  # tokens a pass
 MAX_ANSWER_TOKENS = 1 << 16  # that suffixes are looked for in
 log = logging.getLogger(__name__)
@@ -130,7 +134,7 @@ def _log(rows: list[dict[str, Any]]) -> None:
 
 
 def _prompts(job: BenchJob) -> list[Prompt]:
-    """Held-out prompts of each component, and texts to be written again."""
+    """Held-out prompts of each component, and edits."""
     config = job.config
     rows = read_jsonl(job.prompts.file("conversations.jsonl"))
     rows = [row for row in rows if row["split"] == "test"]
@@ -149,15 +153,15 @@ def _prompts(job: BenchJob) -> list[Prompt]:
 
 
 def _edits(job: BenchJob) -> list[Prompt]:
-    """The target is asked for what it has answered before: an agent's rewritten file."""
+    """The target is to change what it has answered before: a file that an agent edits."""
     tokenizer = job.target.tokenizer
     answers = read_jsonl(job.measured.file("requests.jsonl"))
     found = []
     for row in sorted(answers, key=lambda row: (-len(row["tokens"]), row["id"])):
         if row["proposer"] != "none" or row["loop_start"] is not None:
             continue
-        text = EDIT + tokenizer.decode(row["tokens"], skip_special_tokens=True)
-        message = [{"role": "user", "content": text}]
+        text = tokenizer.decode(row["tokens"], skip_special_tokens=True)
+        message = [{"role": "user", "content": EDIT.format(text)}]
         ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
         if len(ids) <= job.config.max_prompt_tokens:
             found.append(Prompt(f"edit-{row['id']}", EDITS, [int(i) for i in ids]))
