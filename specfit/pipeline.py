@@ -167,6 +167,7 @@ class _Path:
                     prompts=conversations,
                     source=checkpoint_folder(self.target, self.location),
                     target=self.plain,
+                    trust_remote_code=self.cfg.target.trust_remote_code,
                     engine=self.plain_engine,
                 )
             ),

@@ -22,6 +22,7 @@ from sharded_targets import (
 
 from specfit.quantization.checkpoint import quantized_size
 from specfit.quantization.config import Precision
+from specfit.quantization.layout import unit_sizes
 from specfit.quantization.loading import load_quantized
 from specfit.quantization.plan import QuantizationPlan
 from specfit.quantization.reading import read_quantized
@@ -266,6 +267,30 @@ def test_tied_embeddings_stay_tied(source, tmp_path):
     assert config == json.loads((source / "config.json").read_text())
     loaded = load_quantized(folder, torch.float32)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+def test_code_that_is_not_carried_is_not_named(source, tmp_path):
+    folder = tmp_path / "source"
+    shutil.copytree(source, folder)
+    before = json.loads((source / "config.json").read_text())
+    named = before | {"auto_map": {"AutoConfig": "configuration_x.X"}}
+    (folder / "config.json").write_text(json.dumps(named))
+    for plan in (plan_of(folder), QuantizationPlan({})):
+        after = json.loads((written(folder, tmp_path / "a", plan) / "config.json").read_text())
+        after.pop("quantization_config", None)
+        assert after == before
+
+
+def test_a_unit_takes_what_its_tensors_take(source, tmp_path):
+    plan = mixed(source)
+    stored = tensors(written(source, tmp_path, plan))
+    before = tensors(source)
+    for unit, size in unit_sizes(source, plan).items():
+        names = [name for name in before if unit_of(name) == unit]
+        modules = {name.removesuffix(".weight") for name in names}
+        parts = [t.nbytes for name, t in stored.items() if name.rpartition(".")[0] in modules]
+        assert size.num_bytes == sum(parts)
+        assert size.num_weights == sum(before[name].numel() for name in names)
 
 
 def test_nothing_to_quantize_leaves_the_checkpoint_as_it_was(source, tmp_path):

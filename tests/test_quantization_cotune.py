@@ -7,7 +7,7 @@ import torch
 from tiny_architectures import random_tokens, tiny
 
 from specfit.quantization import cotune as cotuning
-from specfit.quantization.cotune import check_cotune, cotune
+from specfit.quantization.cotune import cotune
 from specfit.quantization.divergence import ModelDivergence, Passages
 from specfit.quantization.measured import Text
 from specfit.quantization.switch import UnitSwitch
@@ -103,15 +103,6 @@ def test_what_does_not_lower_the_divergence_is_not_kept(monkeypatch):
     before = kl(divergence, chosen)
     assert cotune(divergence, chosen) == {}
     assert kl(divergence, chosen) == before
-
-
-def test_experts_in_one_parameter_are_refused():
-    divergence, _ = measuring("qwen3_moe")
-    check_cotune(measuring()[0].switch)
-    with pytest.raises(
-        ValueError, match=r"quantize\.cotune must be false for .*experts\.down_proj"
-    ):
-        check_cotune(divergence.switch)
 
 
 def test_every_factor_has_a_gradient_where_activations_are_quantized():

@@ -7,11 +7,14 @@ import torch
 from tiny_architectures import random_tokens, tiny
 from torch import nn
 
+from specfit.quantization.config import Precision
+from specfit.quantization.digests import digests
 from specfit.quantization.divergence import ModelDivergence, Passages
 from specfit.quantization.measured import Divergence, Text, UnitsAlone
 from specfit.quantization.switch import UnitSwitch
-from specfit.quantization.units import Unit
+from specfit.quantization.units import Unit, unit_of
 from specfit.targets.target import Target
+from specfit_kernels import fp8
 from specfit_kernels.nvfp4 import fake_quantize_activations, quantize, shared_global_scale
 from specfit_kernels.rules import ScaleRule
 
@@ -37,8 +40,8 @@ def passages(num=5, context=6, counted=7):
     return conversations, Passages.of(conversations, context, counted)
 
 
-def measuring(target, batch_size=2, input_scales=None):
-    switch = UnitSwitch(target, rule=ScaleRule.search, input_scales=input_scales)
+def measuring(target, batch_size=2, **settings):
+    switch = UnitSwitch(target, rule=ScaleRule.search, **settings)
     texts = {
         Text.units: passages()[1],
         Text.calibration: passages()[1],
@@ -181,9 +184,10 @@ def alone(divergence):
     return UnitsAlone.joined([divergence.alone(i) for i in range(divergence.num_parts)])
 
 
-def test_gram_is_the_covariance_of_logit_changes():
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_gram_is_the_covariance_of_logit_changes_whatever_the_batch(batch_size):
     target = own("llama")
-    divergence = measuring(target)
+    divergence = measuring(target, batch_size)
     half_a, half_b = alone(divergence).gram_halves
     conversations, _ = passages()
     units = divergence.switch.units
@@ -217,6 +221,74 @@ def test_one_units_gram_is_twice_its_divergence():
         kl = divergence.kl(mask(divergence, unit), Text.calibration)
         torch.testing.assert_close(found.kl_nats[i], kl.double(), rtol=1e-3, atol=1e-7)
         assert float(mean[i, i]) / 2 == pytest.approx(float(kl.mean()), rel=0.1)
+
+
+def test_a_part_of_a_text_is_as_wide_as_its_longest_sequence():
+    conversations, text = passages()
+    for part, (prompt, answer) in zip(text.split(1), conversations, strict=True):
+        assert part.input_ids.tolist() == [prompt[-6:] + answer[:7]]
+        assert part.valid.all()
+    assert [part.input_ids.shape for part in text.split(2)] == [(2, 13), (2, 13), (1, 11)]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("rest", [Precision.fp8, Precision.fp8_block])
+def test_the_rest_has_its_format_wherever_a_pass_begins(architecture, rest):
+    target = own(architecture)
+    before = weights(target)
+    divergence = measuring(target, rest=rest)
+    plain = measuring(own(architecture)).kl(mask(divergence), Text.selection)
+    units = divergence.switch.units
+    assert not plain.any()
+    assert divergence.kl(mask(divergence), Text.selection).min() > 0
+    for chosen in ([units[-1]], [units[-1], units[3]], [], [units[3]], units):
+        found = divergence.kl(mask(divergence, *chosen), Text.selection)
+        fresh = measuring(own(architecture), rest=rest)
+        assert torch.equal(found, fresh.kl(mask(fresh, *chosen), Text.selection))
+    assert all(torch.equal(w, before[n]) for n, w in weights(target).items())
+
+
+@pytest.mark.parametrize(
+    ("rest", "quantized"),
+    [(Precision.fp8, fp8.quantize_tensor), (Precision.fp8_block, fp8.quantize_blocks)],
+)
+def test_fp8_experts_of_one_parameter_have_scales_of_their_own_for_gate_and_up(rest, quantized):
+    target = own("qwen3_moe")
+    prefix = "model.layers.1.mlp.experts"
+    plain = weights(target)
+    UnitSwitch(target, rule=ScaleRule.amax, rest=rest).choose([])
+    for i in range(4):
+        gate_up, down = (plain[f"{prefix}.{x}_proj"][i] for x in ("gate_up", "down"))
+        parts = [quantized(part).dequantized(torch.float32) for part in gate_up.chunk(2)]
+        now = weights(target)
+        assert torch.equal(now[f"{prefix}.gate_up_proj"][i], torch.cat(parts))
+        assert torch.equal(
+            now[f"{prefix}.down_proj"][i], quantized(down).dequantized(torch.float32)
+        )
+
+
+def test_units_that_are_left_out_stay_as_they_came():
+    target = own("llama")
+    before = weights(target)
+    units = [Unit(1, "down"), Unit(4, "qkv")]
+    switch = UnitSwitch(target, rule=ScaleRule.amax, rest=Precision.fp8, units=units)
+    assert switch.units == units
+    switch.choose(units[:1])
+    changed = {n for n, w in weights(target).items() if not torch.equal(w, before[n])}
+    assert {str(unit_of(name)) for name in changed} == {"layers.1.down", "layers.4.qkv"}
+
+
+def test_digests_differ_where_a_bit_does():
+    target = own("llama")
+    switch = UnitSwitch(target, rule=ScaleRule.amax)
+    whole, part = (switch.digests(units) for units in (switch.units, switch.units[1:]))
+    assert digests(target.model) == switch.digests([])
+    assert {str(unit_of(name)) for name in whole if whole[name] != part[name]} == {"layers.0.down"}
+    weight = target.model.model.norm.weight.data
+    before = digests(target.model)
+    weight[3] = torch.nextafter(weight[3], torch.tensor(9.0))
+    changed = digests(target.model)
+    assert [name for name in before if before[name] != changed[name]] == ["model.norm.weight"]
 
 
 def test_groups_of_units_are_chosen_together():

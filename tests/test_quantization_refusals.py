@@ -20,6 +20,7 @@ from sharded_targets import (
 
 from specfit.quantization.checkpoint import quantized_size
 from specfit.quantization.config import Activations, Precision
+from specfit.quantization.layout import unfit_units
 from specfit.quantization.loading import load_quantized
 from specfit.quantization.plan import QuantizationPlan
 from specfit.quantization.reading import read_quantized
@@ -80,6 +81,7 @@ def test_a_width_that_nvfp4_cannot_have_is_refused(tmp_path):
     ):
         quantized_size(tmp_path, plan_of(tmp_path))
     assert quantized_size(tmp_path, plan_of(tmp_path, Precision.fp8)) > 0
+    assert set(unfit_units(tmp_path)) == {Unit(0, "experts"), Unit(1, "experts")}
 
 
 def test_a_unit_that_is_not_there_is_refused(source):

@@ -7,9 +7,14 @@ import pytest
 import torch
 from synthetic_targets import Journal, SyntheticTarget, mixed_units
 
+from specfit.files import read_jsonl
+from specfit.quantization import in_context
 from specfit.quantization.config import Selector
-from specfit.quantization.measured import Divergence, Text, mean_interval
-from specfit.quantization.selection import Budget, Selection, select
+from specfit.quantization.in_context import NUM_FOLDS
+from specfit.quantization.measured import Divergence, Measured, Text, mean_interval
+from specfit.quantization.problem import JsonlJournal
+from specfit.quantization.proposals import Predictor
+from specfit.quantization.selection import Budget, Selection, _best, _Problem, select
 
 SETS = torch.tensor([[bool(i >> unit & 1) for unit in range(8)] for i in range(256)])
 BUDGETS = [Budget(min_share=0.5), Budget(max_kl_nats=0.05)]
@@ -21,7 +26,7 @@ def chosen_by(selector, target, budget, *, journal=None, num_random=3, seed=0):
         target,
         budget,
         selector,
-        num_sets=None,
+        num_sets=max(NUM_FOLDS, 4 * len(target.costs)),
         num_random=num_random,
         seed=seed,
         journal=journal or Journal(),
@@ -40,10 +45,18 @@ def share_of(target, chosen):
     return float(target.costs[list(chosen)].sum() / target.costs.sum())
 
 
-def measured_kl(target, chosen):
+def kl_of(target, chosen):
     as_set = torch.zeros(len(target.costs), dtype=torch.bool)
     as_set[list(chosen)] = True
-    return float(target.kl(as_set, Text.selection).mean())
+    return target.kl(as_set, Text.selection)
+
+
+def measured_kl(target, chosen):
+    return float(kl_of(target, chosen).mean())
+
+
+def upper_kl(target, chosen):
+    return mean_interval(kl_of(target, chosen), seed=0)[1]
 
 
 def test_the_synthetic_target_is_a_divergence():
@@ -71,13 +84,13 @@ def test_the_portfolio_is_within_a_twentieth_of_the_least_kl_of_all_sets(seed):
     assert measured_kl(target, selection.chosen) <= 1.05 * best
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_portfolio_is_within_a_twentieth_of_the_most_bytes_below_a_ceiling(seed):
     target = mixed_units(seed)
     selection = chosen_by(Selector.portfolio, target, Budget(max_kl_nats=0.05))
-    fits = torch.stack([target.kl(s, Text.selection).mean() for s in SETS]) <= 0.05
+    fits = [mean_interval(target.kl(s, Text.selection), 0)[1] <= 0.05 for s in SETS]
     best = float((SETS[fits].double() @ target.costs).max() / target.costs.sum())
-    assert measured_kl(target, selection.chosen) <= 0.05
+    assert measured_kl(target, selection.chosen) < upper_kl(target, selection.chosen) <= 0.05
     assert share_of(target, selection.chosen) >= 0.95 * best
 
 
@@ -95,7 +108,7 @@ def test_a_selector_alone_returns_its_proposal_measured(selector, budget):
     if budget.min_share is not None:
         assert row.share >= budget.min_share
     else:
-        assert row.measured_kl_nats <= budget.max_kl_nats
+        assert row.measured_kl_nats_high <= budget.max_kl_nats
 
 
 def test_a_selector_alone_measures_no_more_than_it_needs():
@@ -109,7 +122,7 @@ def test_a_selector_alone_measures_no_more_than_it_needs():
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_a_portfolio_is_no_worse_than_any_of_its_rows_that_meet_the_budget(budget):
+def test_no_row_of_a_portfolio_is_better_than_its_choice_beyond_luck(budget):
     target = mixed_units(2)
     selection = chosen_by(Selector.portfolio, target, budget)
     *others, last = selection.rows
@@ -119,9 +132,11 @@ def test_a_portfolio_is_no_worse_than_any_of_its_rows_that_meet_the_budget(budge
     assert last.chosen == selection.chosen
     if budget.min_share is not None:
         assert all(row.share >= budget.min_share for row in others)
-        assert last.measured_kl_nats <= min(row.measured_kl_nats for row in others)
+        for row in others:
+            change = kl_of(target, row.chosen) - kl_of(target, last.chosen)
+            assert float(change.mean()) >= -3 * float(change.std()) / len(change) ** 0.5
     else:
-        fitting = [row for row in others if row.measured_kl_nats <= budget.max_kl_nats]
+        fitting = [row for row in others if row.measured_kl_nats_high <= budget.max_kl_nats]
         assert len(fitting) >= 4
         assert last.share >= max(row.share for row in fitting)
 
@@ -268,23 +283,39 @@ def test_a_budget_that_no_set_can_meet_is_refused(settings, message):
         Budget(**settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_sets": 4}, r"^quantize\.num_sets must be at least 5, got 4$"),
-        ({"num_random": -1}, r"^quantize\.num_random must not be negative, got -1$"),
-    ],
-)
-def test_too_few_sets_are_refused(settings, message):
-    settings = {"num_sets": None, "num_random": 0, **settings}
-    with pytest.raises(ValueError, match=message):
-        select(
-            mixed_units(0), BUDGETS[0], Selector.portfolio, seed=0, journal=Journal(), **settings
-        )
-
-
-def test_a_divergence_that_is_not_finite_is_refused_with_its_units():
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize(("text", "name"), [(Text.units, r"4"), (Text.selection, r"[\d, ]+")])
+def test_what_is_not_finite_is_refused_with_its_units_and_not_kept(tmp_path, text, name, value):
     target = mixed_units(0)
-    target.perturbations[Text.units][4] = torch.nan
-    with pytest.raises(ValueError, match=r"KL of units \[4\] must be finite, got \[nan"):
-        chosen_by(Selector.isolated, target, BUDGETS[0])
+    target.perturbations[text][4] = value
+    path = tmp_path / "measured.jsonl"
+    with pytest.raises(ValueError, match=rf"KL of units \[{name}\] must be finite, got \["):
+        chosen_by(Selector.isolated, target, Budget(min_share=1.0), journal=JsonlJournal(path))
+    kept = read_jsonl(path) if path.exists() else []
+    assert [key for key, _ in kept] == ([] if text is Text.units else ["alone 0", "alone"])
+
+
+def test_all_selectors_explain_the_same_halves_of_the_text():
+    """A prediction that is right on every text is judged as a fit to half of it is."""
+    generator = torch.Generator().manual_seed(0)
+    kl = torch.rand(20, 1, generator=generator) + 0.5 * torch.rand(20, 6, generator=generator)
+    kl = kl.double()
+    first, second = kl[:, 0::2].mean(1), kl[:, 1::2].mean(1)
+    found = in_context.r2_on_halves(kl.mean(1), kl)
+    expected = [in_context.affine_r2(kl.mean(1), half) for half in (first, second)]
+    assert found == pytest.approx(sum(expected) / 2)
+    assert found < in_context.affine_r2(kl.mean(1), kl.mean(1)) - 0.01
+
+
+def test_the_luckiest_of_many_equal_sets_does_not_replace_the_first():
+    """They differ by the choice of text alone; of two, one error would be enough."""
+    target = SyntheticTarget(torch.ones(12), torch.eye(12), torch.ones(12).double())
+    noise = torch.randn(12, 16, generator=torch.Generator().manual_seed(3)).double()
+    target.kl = lambda chosen, _text: 0.1 + 0.01 * noise[chosen].sum(0)
+    problem = _Problem(Measured(target, Journal(), range(12)), Budget(min_share=1 / 12), 0)
+    sets = list(torch.eye(12, dtype=torch.bool))
+    agreeing = Predictor.of_alone(torch.arange(12, 0, -1) / 100)
+    luckier = [s for s in sets[1:] if problem.better(s, sets[0], -1.0)]
+    assert luckier
+    assert torch.equal(_best(problem, agreeing, sets), sets[0])
+    assert torch.equal(_best(problem, agreeing, [sets[0], luckier[0]]), luckier[0])

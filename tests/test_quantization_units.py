@@ -1,9 +1,13 @@
 """What is quantized together, by name, in the layouts of models and of checkpoints."""
 
+from copy import deepcopy
+
 import pytest
 from tiny_architectures import tiny
+from torch import nn
 
-from specfit.quantization.units import Unit, fused, unit_of, units_of
+from specfit.quantization.units import Unit, fused, unit_of, units_of, units_of_target
+from specfit.targets.target import Target
 
 
 @pytest.mark.parametrize(
@@ -48,6 +52,10 @@ def test_a_matrix_belongs_to_the_unit_that_engines_fuse(tensor, unit):
         "model.layers.3.mlp.experts.gate_up_proj_bias",
         "model.visual.blocks.3.attn.qkv_proj.weight",
         "vision_tower.encoder.layers.3.self_attn.q_proj.weight",
+        "model.sound_tower.layers.3.self_attn.q_proj.weight",
+        "sound_tower.model.layers.3.self_attn.q_proj.weight",
+        "talker.model.layers.3.self_attn.q_proj.weight",
+        "mtp.layers.0.self_attn.q_proj.weight",
     ],
 )
 def test_embeddings_heads_norms_routers_and_vision_are_never_quantized(tensor):
@@ -64,6 +72,20 @@ def test_the_units_of_a_model_come_in_order_of_its_layers(architecture):
     ]
     weights = dict(target.model.named_parameters())
     assert all(weights[name].dim() >= 2 for names in found.values() for name in names)
+
+
+def test_a_tower_that_nobody_knows_has_no_units():
+    """Its layers are called as those of the text model: of a model the decoder decides."""
+    target = tiny("llama")
+    expected = units_of_target(target)
+    tower = deepcopy(target.decoder.layers)
+    for parent in ("sound_tower", "thinker"):
+        model = deepcopy(target.model)
+        model.add_module(parent, nn.ModuleDict({"layers": tower}))
+        assert units_of_target(Target(model, target.tokenizer, target.info)) == expected
+    names = [name for name, _ in model.named_parameters()]
+    with pytest.raises(ValueError, match=r"must hold one text model, got model\., thinker\."):
+        units_of(names)
 
 
 def test_tenth_layers_come_after_the_second():

@@ -142,6 +142,7 @@ def write_report(root, contents, *, online=False, sweep=None):
     report.run(
         folder,
         **inputs,
+        bench=None,
         provenance=provenance,
         report=ReportConfig(sweep=sweep),
     )

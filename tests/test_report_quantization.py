@@ -42,6 +42,8 @@ def fidelity():
             compared("amax", 1, 0.0288, 0.740),
         ],
         "acceptance": [],
+        "max_kl_nats": None,
+        "not_as_measured": [],
         "broken_limits": {
             "strict": ["kl_mean_nats must be at most 0.01, got 0.0244"],
             "production": [],
@@ -101,6 +103,7 @@ def recipe():
         ],
         "moves": [{"kept": True}, {"kept": False}, {"kept": False}],
         "plan": {"precision": {"layers.0.qkv": "nvfp4", "layers.1.o": "fp8"}},
+        "text": {"context_tokens": 512, "counted_tokens": 64},
     }
 
 
@@ -149,6 +152,45 @@ def test_proposals_are_predicted_and_measured(page):
 def test_rollouts_are_counted(page):
     assert "Of 32 greedy answers of 64 tokens, 1 are the same" in page
     assert "first differs at token 20" in page
+
+
+def written(folder, recipe, fidelity):
+    quantization.write_page(folder, "mine", recipe, fidelity)
+    return (folder / "quantization.md").read_text().replace(DASH, "-").replace("\\", "")
+
+
+def test_where_most_answers_are_the_same_none_differs(tmp_path, recipe, fidelity):
+    fidelity["rollouts"] |= {"num_equal": 20, "first_differing_token_median": None}
+    page = written(tmp_path, recipe, fidelity)
+    assert "20 are the same as before quantizing; the median answer does not differ." in page
+    assert "differs at" not in page
+
+
+def test_the_page_says_what_the_text_is_and_what_it_leaves_out(page):
+    assert "the first 64 tokens of each, read after up to 512 tokens of the prompt's end" in page
+    assert "answers that end earlier, or repeat themselves, are left out" in page
+
+
+def test_the_page_says_why_a_set_of_less_kl_may_not_be_chosen(page):
+    assert "three where predictions disagree: less KL may be luck." in page
+    assert "without what the rest loses in FP8" in page
+    assert "on the report text, all before any co-tuning" in page
+
+
+def test_a_ceiling_stands_beside_what_the_report_text_says(tmp_path, recipe, fidelity):
+    assert "Budget:" not in written(tmp_path, recipe, fidelity)
+    page = written(tmp_path, recipe, fidelity | {"max_kl_nats": 0.02})
+    assert "Budget: a mean KL of at most 0.02 nats" in page
+    assert "on the report text it is 0.0213 (0.0187-0.0244)." in page
+
+
+def test_a_checkpoint_without_finite_figures_has_a_page(tmp_path, recipe, fidelity):
+    row = fidelity["rows"][-1]
+    row |= dict.fromkeys((f"kl_mean_nats{end}" for end in quantization.ENDS), None)
+    page = written(tmp_path, recipe, fidelity)
+    (line,) = [line for line in page.splitlines() if line.startswith("| report |")]
+    assert line.split(" | ")[2] == "not finite"
+    assert "text that nothing was chosen by: not finite nats." in page
 
 
 def test_layers_that_are_chosen_whole_are_drawn_too(tmp_path, recipe, fidelity):

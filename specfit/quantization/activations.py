@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float32
 from torch import Tensor, nn
 
 from specfit.quantization.divergence import Passages
-from specfit.quantization.units import units_of
+from specfit.quantization.units import units_of_target
 from specfit.targets.target import Target
 from specfit_kernels.nvfp4 import shared_global_scale
 from specfit_kernels.rules import ScaleRule
@@ -21,7 +21,7 @@ def input_amax(target: Target, batches: Sequence[Passages]) -> dict[str, float]:
     found: dict[str, float] = {}
     for batch in batches:
         valid = batch.valid.to(target.device)
-        with _watched(target.model, found, valid):
+        with _watched(target, found, valid):
             target.states(batch.input_ids.to(target.device), valid, [])
     return found
 
@@ -38,13 +38,13 @@ def input_scales(amax: Mapping[str, float] | None) -> dict[str, Float32[Tensor, 
 
 @contextmanager
 def _watched(
-    model: nn.Module, found: dict[str, float], valid: Bool[Tensor, "batch seq"]
+    target: Target, found: dict[str, float], valid: Bool[Tensor, "batch seq"]
 ) -> Iterator[None]:
-    tensors = units_of(name for name, _ in model.named_parameters())
+    tensors = units_of_target(target)
     names = {tensor.removesuffix(".weight") for unit in tensors.values() for tensor in unit}
     handles = [
         module.register_forward_pre_hook(partial(_note, found, name, valid))
-        for name, module in model.named_modules()
+        for name, module in target.model.named_modules()
         if name in names
     ]
     try:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specfit.quantization.divergence import ModelDivergence
 from specfit.quantization.fidelity import CONFIDENCE, NUM_BOOTSTRAP
-from specfit.quantization.measured import Journal, Measured, Text, mean_interval
+from specfit.quantization.measured import Journal, Measured, Text, mean_interval, put_finite
 from specfit.quantization.selection import Selection
 from specfit_kernels.rules import ScaleRule
 from specfit_serve.bootstrap import percentiles, resamples
@@ -95,7 +95,7 @@ def _by_amax(
         divergence.requantize(ScaleRule.amax, {})
         values = divergence.kl(_mask(divergence, chosen), Text.report).double().tolist()
         divergence.requantize(rule, {})
-        journal.put(key, values)
+        put_finite(journal, key, values, f"units {list(chosen)} with {ScaleRule.amax.name} scales")
     return torch.tensor(values, dtype=torch.float64)
 
 

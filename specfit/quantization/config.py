@@ -23,7 +23,7 @@ class Activations(Enum):
 
 
 class Rest(Enum):
-    """The format of the units that are not NVFP4."""
+    """The format of the units that are not NVFP4; of those that could not be, as they are."""
 
     none = "none"  # as they are
     fp8 = "fp8"
@@ -45,7 +45,8 @@ class BudgetIn(Enum):
 
     share = "share"  # the least share of their weights that becomes NVFP4
     bits = "bits"  # the most bits a weight, on average, scales included
-    kl_nats = "kl_nats"  # the largest mean KL on the selection text: as many as fit
+    # The largest mean KL, at the upper end of its interval on the selection text: as many as fit.
+    kl_nats = "kl_nats"
 
 
 class Granularity(Enum):
@@ -56,11 +57,14 @@ class Granularity(Enum):
 
 
 class Gate(Enum):
-    """What the quantized target must keep, on text that nothing was chosen by."""
+    """What the quantized target must keep, on text that nothing was chosen by.
+
+    A checkpoint that is not what was measured passes none.
+    """
 
     production = "production"  # KL <= .06, the same most likely token .93, perplexity +1 %
     strict = "strict"  # KL <= .01, the same most likely token .98
-    report = "report"  # nothing: figures only
+    report = "report"  # no figure
 
 
 @dataclass
@@ -81,7 +85,7 @@ class QuantizeConfig:
     num_passages: int = 32
     # And more, for what units do alone and in pairs: signs of pairs take thousands of tokens.
     num_unit_passages: int = 96
-    context_tokens: int = 64  # of a passage's prompt, from its end
+    context_tokens: int = 512  # of a passage's prompt, from its end
     counted_tokens: int = 64  # of its answer, from its beginning
     batch_size: int = 8  # passages a forward pass
     sets_per_unit: int = 4  # random sets measured for additive and coverage, a unit
@@ -108,28 +112,8 @@ class QuantizeConfig:
         elif self.budget_in is BudgetIn.share:
             require(0 < budget <= 1, "quantize.budget", "be a share in (0, 1]", budget)
         else:
-            least, most = BITS[Precision.nvfp4], self.rest_bits
-            require(
-                least <= budget < most,
-                "quantize.budget",
-                f"lie in [{least:g}, {most:g}) bits a weight",
-                budget,
-            )
-
-    @property
-    def rest_bits(self) -> float:
-        """Bits a weight of what is not NVFP4."""
-        return 16.0 if self.rest is Rest.none else BITS[Precision[self.rest.name]]
-
-    @property
-    def min_share(self) -> float | None:
-        """The least share of the weights that becomes NVFP4; None under a ceiling of KL."""
-        if self.budget is None or self.budget_in is BudgetIn.kl_nats:
-            return None
-        if self.budget_in is BudgetIn.share:
-            return self.budget
-        return (self.rest_bits - self.budget) / (self.rest_bits - BITS[Precision.nvfp4])
+            words = f"be at least {NVFP4_BITS} bits a weight"
+            require(NVFP4_BITS <= budget < float("inf"), "quantize.budget", words, budget)
 
 
-# Four bits and a scale of eight for each sixteen; FP8's scales are too few to count.
-BITS = {Precision.nvfp4: 4.5, Precision.fp8: 8.0, Precision.fp8_block: 8.0}
+NVFP4_BITS = 4.5  # four, and a scale of eight for each sixteen; a matrix has one scale more

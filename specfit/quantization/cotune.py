@@ -17,7 +17,6 @@ from tqdm import tqdm
 
 from specfit.quantization.divergence import ModelDivergence
 from specfit.quantization.measured import Text
-from specfit.quantization.switch import UnitSwitch
 
 LR = 2e-3  # of the logarithms of the factors
 EPOCHS = 8
@@ -25,20 +24,11 @@ EPOCHS = 8
 log = logging.getLogger(__name__)
 
 
-def check_cotune(switch: UnitSwitch) -> None:
-    """Refuses a target whose factors could not be learned, before anything is measured.
-
-    Raises:
-        ValueError: a unit is of experts that are one parameter.
-    """
-    for group in switch.groups(switch.units):
-        for name in group:
-            if not name.endswith(".weight"):
-                raise ValueError(f"quantize.cotune must be false for {name}: it is no linear layer")
-
-
 def cotune(divergence: ModelDivergence, chosen: Bool[Tensor, "units"]) -> dict[str, float]:
-    """Factors by tensor name, for `requantize`; empty when none lower the divergence."""
+    """Factors by tensor name, for `requantize`; empty when none lower the divergence.
+
+    All units must be of linear layers. A killed run begins again: nothing is kept of its epochs.
+    """
     switch = divergence.switch
     units = divergence.units(chosen)
     groups = switch.groups(units)

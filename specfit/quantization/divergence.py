@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from specfit.quantization.config import Precision
 from specfit.quantization.fidelity import TokenFigures
 from specfit.quantization.gram import GramSum
 from specfit.quantization.measured import Text, UnitsAlone
@@ -45,10 +46,13 @@ class Passages:
         return cls(input_ids, valid, num_counted)
 
     def split(self, num_sequences: int) -> "list[Passages]":
-        """The same, some sequences at a time."""
+        """The same, some sequences at a time, each part as wide as its longest one."""
         starts = range(0, len(self.input_ids), num_sequences)
-        parts = [slice(start, start + num_sequences) for start in starts]
-        return [Passages(self.input_ids[p], self.valid[p], self.num_counted) for p in parts]
+        return [self._part(slice(start, start + num_sequences)) for start in starts]
+
+    def _part(self, rows: slice) -> "Passages":
+        width = int(self.valid[rows].sum(1).max())
+        return Passages(self.input_ids[rows, -width:], self.valid[rows, -width:], self.num_counted)
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,9 @@ class ModelDivergence:
 
     What enters each layer of the target as it is, and its log-probabilities, are kept, so that a
     pass starts at the first layer with a quantized unit; so is what the latest set made of it, for
-    the next one that begins alike. 2 * layers * hidden + vocab numbers a token.
-    Nothing is made in inference mode, since gradients flow through the same tensors in `loss`.
+    the next one that begins alike: 2 * layers * hidden numbers for each token that is read, and
+    vocab for each that counts. Nothing is made in inference mode, since gradients flow through the
+    same tensors in `loss`.
     """
 
     def __init__(
@@ -84,7 +89,7 @@ class ModelDivergence:
 
         Args:
             target: whose units `switch` sets.
-            switch: all units as they are, again after every measurement.
+            switch: all units as they came, again after every measurement.
             texts: which to measure on.
             groups: of units that are decided on together; `Divergence` calls each a unit.
             batch_size: sequences a pass.
@@ -94,8 +99,9 @@ class ModelDivergence:
         self.groups = groups
         sizes = [sum(switch.num_weights(unit) for unit in group) for group in groups]
         self.costs = torch.tensor(sizes, dtype=torch.float64)
-        switch.choose([])
-        self._latest: dict[int, tuple[frozenset[Unit], list[Tensor]]] = {}
+        switch.restore()
+        self._batch_size = batch_size
+        self._latest: dict[int, tuple[frozenset[tuple[Unit, Precision]], list[Tensor]]] = {}
         self._reference: dict[Text, list[_Reference]] = {
             text: [self._read(part) for part in passages.split(batch_size)]
             for text, passages in texts.items()
@@ -164,7 +170,7 @@ class ModelDivergence:
             ):
                 log_q = target.logits(states).log_softmax(-1)
                 parts.append(TokenFigures.of(log_p, log_q, following))
-        self.switch.choose([])
+        self.switch.restore()
         return TokenFigures.joined(parts)
 
     def num_batches(self, text: Text) -> int:
@@ -189,20 +195,22 @@ class ModelDivergence:
 
     @torch.no_grad()
     def alone(self, part: int) -> UnitsAlone:
-        """See `Divergence.alone`; sequences go to the halves in turn."""
+        """See `Divergence.alone`; the text's sequences go to the halves in turn, over all parts."""
         num_groups = len(self.groups)
         halves = GramSum(num_groups), GramSum(num_groups)
         reference = self._read(self._units_text[part])
         moved = torch.stack([self._last(reference, group, keep=False) for group in self.groups])
         kl = torch.zeros(num_groups, len(moved[0]), dtype=torch.float64)
+        before = part * self._batch_size
         for i, log_p in enumerate(reference.log_probs):
+            half = halves[(before + i) % 2]
             step = max(1, CHUNK_LOGITS // (num_groups * log_p.shape[-1]))
             plain = reference.entering[-1][i, -len(log_p) :]
             for first in range(0, len(log_p), step):
                 rows = slice(first, first + step)
                 change = self.target.logits(moved[:, i, rows]) - self.target.logits(plain[rows])
-                kl[:, i] += halves[i % 2].add(log_p[rows], change) / len(log_p)
-        self.switch.choose([])
+                kl[:, i] += half.add(log_p[rows], change) / len(log_p)
+        self.switch.restore()
         sums = torch.stack([half.sum for half in halves])
         return UnitsAlone(kl, sums, (halves[0].num_tokens, halves[1].num_tokens))
 
@@ -215,15 +223,15 @@ class ModelDivergence:
         which this one becomes unless it is not to be kept.
         """
         self.switch.choose(units)
-        chosen = frozenset(units)
+        now = self.switch.precisions(units)
         top = self.target.info.num_layers
-        known = [(frozenset[Unit](), reference.entering)]
+        known = [(frozenset[tuple[Unit, Precision]](), reference.entering)]
         inference = not torch.is_grad_enabled()
         if inference and id(reference) in self._latest:
             known.append(self._latest[id(reference)])
 
-        def first_differing(other: tuple[frozenset[Unit], list[Tensor]]) -> int:
-            return min((unit.layer for unit in other[0] ^ chosen), default=top)
+        def first_differing(other: tuple[frozenset[tuple[Unit, Precision]], list[Tensor]]) -> int:
+            return min((unit.layer for unit, _ in other[0] ^ now), default=top)
 
         nearest = max(known, key=first_differing)
         layer, entering = first_differing(nearest), nearest[1]
@@ -231,7 +239,7 @@ class ModelDivergence:
             layer, entering[layer], reference.input_ids, reference.valid
         )
         if inference and keep:
-            self._latest[id(reference)] = (chosen, states)
+            self._latest[id(reference)] = (now, states)
         return states[-1][:, -reference.log_probs.shape[1] :]
 
     @torch.no_grad()

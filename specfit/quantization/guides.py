@@ -8,8 +8,6 @@ from specfit.quantization.config import Selector
 from specfit.quantization.measured import Measured, Text
 from specfit.quantization.proposals import Predictor
 
-SETS_PER_UNIT = 4
-
 log = logging.getLogger(__name__)
 
 
@@ -20,11 +18,12 @@ class Guides:
     predictors: dict[Selector, Predictor]
     blend: Predictor | None  # of pairs alone and of units among others; of a portfolio only
     rho_reliability: float | None
-    cv_r2: dict[str, float]  # on random sets, and text, that the predictor has not seen
+    # On random sets, and half a text, that the predictor has not seen, both halves in turn.
+    cv_r2: dict[str, float]
 
 
 def guides_of(
-    measured: Measured, selector: Selector, *, share: float, num_sets: int | None, seed: int
+    measured: Measured, selector: Selector, *, share: float, num_sets: int, seed: int
 ) -> Guides:
     """Measures what the predictors of a selector are made of.
 
@@ -32,7 +31,7 @@ def guides_of(
         measured: the target.
         selector: one that proposes, or the portfolio of all of them.
         share: of the bytes, about which sets are measured.
-        num_sets: random sets that `additive` and `coverage` are fitted to; None: four a unit.
+        num_sets: random sets that `additive` and `coverage` are fitted to.
         seed: of those sets.
     """
     alone = measured.alone()
@@ -44,11 +43,10 @@ def guides_of(
         pairs = gram.shrunk(*alone.gram_halves)
         predictors[Selector.gram] = Predictor.of_gram(pairs)
     if selector in (Selector.additive, Selector.coverage, Selector.portfolio):
-        num_sets = SETS_PER_UNIT * len(alone_nats) if num_sets is None else num_sets
         sets = in_context.random_sets(measured.costs, share, num_sets, seed)
         kl = measured.kls(sets, Text.calibration, "random sets")
         for s, predictor in predictors.items():
-            cv_r2[s.name] = in_context.affine_r2(predictor(sets), kl.mean(1))
+            cv_r2[s.name] = in_context.r2_on_halves(predictor(sets), kl)
         if selector is not Selector.coverage:
             additive = in_context.additive(sets, kl, alone_nats)
             predictors[Selector.additive] = Predictor.of_additive(additive)

@@ -148,6 +148,14 @@ def coverage(
     return Coverage(largest * (1 + 10**excess), prior + trusted * beyond, cv_r2)
 
 
+def r2_on_halves(
+    predicted: Float[Tensor, " sets"], kl_nats: Float[Tensor, "sets sequences"]
+) -> float:
+    """`affine_r2` on halves of the text, averaged: `cv_r2` of a prediction from other text."""
+    _, *halves = _texts(kl_nats)
+    return _r2_on_other_text([predicted.double()] * 2, halves)
+
+
 def affine_r2(predicted: Float[Tensor, " sets"], kl_nats: Float[Tensor, " sets"]) -> float:
     """The share of KL's variance that a straight line through `predicted` explains, held out."""
     y, folds = kl_nats.double(), _folds(len(kl_nats))

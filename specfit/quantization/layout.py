@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,55 @@ def lay_out(source: Path, plan: QuantizationPlan) -> Layout:
     return layout
 
 
+def unfit_units(source: Path) -> dict[Unit, str]:
+    """The units that NVFP4 cannot hold, each with the reason."""
+    tensors = {
+        name: stored for shard in read_shards(source) for name, stored in shard.tensors.items()
+    }
+    found = {}
+    for unit, names in units_of(tensors).items():
+        try:
+            for name in names:
+                for module, matrix in _matrices(name, tensors[name], tensors):
+                    _check_matrix(Matrix(module, matrix, unit, Precision.nvfp4))
+        except ValueError as error:
+            found[unit] = str(error)
+    return found
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """Of a unit's matrices in a checkpoint."""
+
+    num_bytes: int  # scales included
+    num_weights: int
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.num_bytes / self.num_weights
+
+
+def unit_sizes(source: Path, plan: QuantizationPlan) -> dict[Unit, UnitSize]:
+    """What each unit of the source takes in the result of `plan`; raises what `lay_out` does."""
+    found: dict[Unit, UnitSize] = {}
+    for shard in lay_out(source, plan).shards:
+        for unit, num_bytes, num_weights in _sizes(shard, plan.activations):
+            size = found.get(unit, UnitSize(0, 0))
+            found[unit] = UnitSize(size.num_bytes + num_bytes, size.num_weights + num_weights)
+    return found
+
+
+def _sizes(shard: ShardLayout, activations: Activations) -> Iterator[tuple[Unit, int, int]]:
+    """Of each matrix of a unit: its bytes and its weights."""
+    for matrix in shard.matrices:
+        num_bytes = sum(part.num_bytes for part in matrix.parts(activations).values())
+        yield matrix.unit, num_bytes, prod(matrix.stored.shape)
+    for name, stored in shard.copied.items():
+        unit = unit_of(name)
+        if unit is not None:
+            yield unit, stored.num_bytes, prod(stored.shape)
+
+
 def _shard(
     shard: Shard, tensors: Mapping[str, StoredTensor], plan: QuantizationPlan
 ) -> ShardLayout:
@@ -230,6 +280,7 @@ def _check_scales(layout: Layout, plan: QuantizationPlan) -> None:
 
 def _texts(source: Path, shards: Iterable[ShardLayout], plan: QuantizationPlan) -> dict[str, str]:
     config = json.loads((source / "config.json").read_text())
+    config.pop("auto_map", None)  # names code, which is never carried
     quantized = {m.module: m.precision for shard in shards for m in shard.matrices}
     if quantized:
         others = [module for shard in shards for module in _other_modules(shard.copied)]

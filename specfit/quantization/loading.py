@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor, nn
 
+from specfit.quantization.digests import INPUT_SCALE
 from specfit.quantization.reading import input_global_scales, read_quantized, scheme_of
 from specfit_kernels.fp8 import FP8Tensor
 from specfit_kernels.nvfp4 import FP4Tensor, fake_quantize_activations
@@ -24,7 +25,6 @@ _READ_HERE = (
     "modelopt:fp8",
 )
 _MIXED = ("nvfp4-pack-quantized", "float-quantized", "naive-quantized")
-_INPUT_SCALE = "nvfp4_input_global_scale"
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def _quantize_inputs(model: nn.Module, global_scales: dict[str, Float32[Tensor, 
     for name, scale in global_scales.items():
         if name in modules:
             # A buffer goes where the model goes.
-            modules[name].register_buffer(_INPUT_SCALE, scale, persistent=False)
+            modules[name].register_buffer(INPUT_SCALE, scale, persistent=False)
             modules[name].register_forward_pre_hook(_quantized_input)
     if left_out:
         log.warning(
@@ -104,4 +104,4 @@ def _quantize_inputs(model: nn.Module, global_scales: dict[str, Float32[Tensor, 
 
 
 def _quantized_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return fake_quantize_activations(args[0], module.get_buffer(_INPUT_SCALE)), *args[1:]
+    return fake_quantize_activations(args[0], module.get_buffer(INPUT_SCALE)), *args[1:]

@@ -133,9 +133,7 @@ class Measured:
             in_own_order = torch.zeros(len(chosen), dtype=torch.bool)
             in_own_order[list(ids)] = True
             values = self._divergence.kl(in_own_order, text).double().tolist()
-            if not all(map(isfinite, values)):
-                raise ValueError(f"the KL of units {list(ids)} must be finite, got {values}")
-            self._journal.put(key, values)
+            put_finite(self._journal, key, values, f"units {list(ids)}")
         return torch.tensor(values, dtype=torch.float64)
 
     def mean(self, chosen: Bool[Tensor, " units"], text: Text) -> float:
@@ -167,20 +165,36 @@ class Measured:
             for i in tqdm(range(self._divergence.num_parts), unit="part", desc="quantize: units"):
                 values = self._journal.get(f"alone {i}")
                 if values is None:
-                    values = self._divergence.alone(i).to_list()
+                    part = self._divergence.alone(i)
+                    _require_finite(part)
+                    values = part.to_list()
                     self._journal.put(f"alone {i}", values)
                 parts.append(UnitsAlone.from_list(values))
             values = UnitsAlone.joined(parts).to_list()
             self._journal.put("alone", values)
         found = UnitsAlone.from_list(values)
-        finite = found.kl_nats.isfinite().all(1)
-        if not finite.all():
-            unit = int(finite.logical_not().nonzero()[0])
-            raise ValueError(
-                f"the KL of units [{unit}] must be finite, got {found.kl_nats[unit].tolist()}"
-            )
         sums = found.gram_sums[:, self._order][:, :, self._order]
         return UnitsAlone(found.kl_nats[self._order], sums, found.num_tokens)
+
+
+def put_finite(journal: Journal, key: str, kl_nats: list[float], whose: str) -> None:
+    """Keeps a divergence.
+
+    Raises:
+        ValueError: it is not finite; nothing is kept.
+    """
+    if not all(map(isfinite, kl_nats)):
+        raise ValueError(f"the KL of {whose} must be finite, got {kl_nats}")
+    journal.put(key, kl_nats)
+
+
+def _require_finite(alone: UnitsAlone) -> None:
+    own = alone.gram_sums.diagonal(dim1=1, dim2=2)  # which bounds a unit's pairs
+    finite = alone.kl_nats.isfinite().all(1) & own.isfinite().all(0)
+    if not finite.all():
+        unit = int(finite.logical_not().nonzero()[0])
+        got = alone.kl_nats[unit].tolist()
+        raise ValueError(f"the KL of units [{unit}] must be finite, got {got}")
 
 
 def luckiest(num_sets: int) -> float:

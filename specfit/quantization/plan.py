@@ -1,11 +1,11 @@
 """What a checkpoint's matrices become."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
-from specfit.quantization.config import Activations, Precision
+from specfit.quantization.config import Activations, Precision, QuantizeConfig, Rest
 from specfit.quantization.units import Unit
 from specfit_kernels.rules import ScaleRule
 
@@ -34,6 +34,29 @@ class QuantizationPlan:
                 if not (value > 0 and isfinite(value)):
                     raise ValueError(f"{name}[{key}] must be positive and finite, got {value}")
 
+    @classmethod
+    def of(
+        cls,
+        config: QuantizeConfig,
+        units: Collection[Unit],
+        chosen: Collection[Unit],
+        *,
+        input_amax: Mapping[str, float] | None = None,
+        scale_factors: Mapping[str, float] | None = None,
+    ) -> "QuantizationPlan":
+        """`chosen` in NVFP4, the others of `units` in the rest's format."""
+        precision = dict.fromkeys(chosen, Precision.nvfp4)
+        rest = rest_of(config)
+        if rest is not None:
+            precision |= {unit: rest for unit in units if unit not in precision}
+        return cls(
+            precision={unit: precision[unit] for unit in sorted(precision)},
+            rule=config.rule,
+            activations=config.activations,
+            input_amax=input_amax or {},
+            scale_factors=scale_factors or {},
+        )
+
     def to_json(self) -> dict[str, Any]:
         """As JSON values; equal plans, equal values."""
         return {
@@ -43,3 +66,8 @@ class QuantizationPlan:
             "input_amax": dict(self.input_amax),
             "scale_factors": dict(self.scale_factors),
         }
+
+
+def rest_of(config: QuantizeConfig) -> Precision | None:
+    """The format of the units that are not NVFP4; None: as they are."""
+    return None if config.rest is Rest.none else Precision[config.rest.name]

@@ -1,12 +1,12 @@
 """What a selection works on: a target whose units can be switched, texts, and what was measured."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from specfit.config import ProfileConfig
 from specfit.files import append_jsonl, read_jsonl
 from specfit.quantization.activations import input_scales
-from specfit.quantization.config import Granularity, QuantizeConfig
+from specfit.quantization.config import Granularity, Precision, QuantizeConfig
 from specfit.quantization.divergence import ModelDivergence
 from specfit.quantization.measured import Text
 from specfit.quantization.switch import UnitSwitch
@@ -33,10 +33,25 @@ def divergence_of(
     config: QuantizeConfig,
     settings: TextSettings,
     texts: Mapping[Text, Sequence[Answered]],
+    *,
+    units: Collection[Unit],
+    rest: Precision | None,
     amax: Mapping[str, float] | None,
 ) -> ModelDivergence:
-    """The target's own, on some texts; `amax` is of its inputs, for W4A4."""
-    switch = UnitSwitch(target, rule=config.rule, input_scales=input_scales(amax))
+    """The target's own, on some texts.
+
+    Args:
+        target: as it came.
+        config: what is asked for.
+        settings: of the texts.
+        texts: which to measure on.
+        units: that may be chosen.
+        rest: the format of those that are not.
+        amax: of its inputs, for W4A4.
+    """
+    switch = UnitSwitch(
+        target, rule=config.rule, rest=rest, units=units, input_scales=input_scales(amax)
+    )
     return ModelDivergence(
         target,
         switch,
@@ -56,10 +71,10 @@ def _groups(units: Sequence[Unit], granularity: Granularity) -> list[list[Unit]]
 class JsonlJournal:
     """What was measured, a line each; see `Journal`."""
 
-    def __init__(self, path: Path, known: Path | None = None) -> None:
-        """Keeps what is new in `path`; `known` is a finished one, only read."""
+    def __init__(self, path: Path, known: Mapping[str, list[float]] | None = None) -> None:
+        """Keeps what is new in `path`; `known` was measured by others."""
         self.path = path
-        self._known: dict[str, list[float]] = dict(read_jsonl(known)) if known else {}
+        self._known: dict[str, list[float]] = dict(known or {})
         if path.exists():
             self._known |= dict(read_jsonl(path, tolerate_truncated_tail=True))
 

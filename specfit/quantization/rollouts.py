@@ -34,5 +34,11 @@ def first_differences(
         "num_tokens": settings.num_counted,
         "first_differing_tokens": firsts,
         "num_equal": sum(first == settings.num_counted for first in firsts),
-        "first_differing_token_median": firsts[len(firsts) // 2] if firsts else None,
+        "first_differing_token_median": _median(firsts, settings.num_counted),
     }
+
+
+def _median(firsts: Sequence[int], num_tokens: int) -> int | None:
+    """Of what is sorted; None where the median answer does not differ, or there is none."""
+    median = firsts[len(firsts) // 2] if firsts else num_tokens
+    return median if median < num_tokens else None

@@ -51,7 +51,8 @@ class Budget:
     """
 
     min_share: float | None = None  # of the units' weight bytes, above 0; at the least KL
-    max_kl_nats: float | None = None  # mean on the selection text, above 0; as many bytes as fit
+    # Of the mean on the selection text, at the upper end of its interval; as many bytes as fit.
+    max_kl_nats: float | None = None
 
     def __post_init__(self) -> None:
         if (self.min_share is None) == (self.max_kl_nats is None):
@@ -126,12 +127,16 @@ class _Problem:
     def share(self, chosen: Bool[Tensor, " units"]) -> float:
         return float(self.costs[chosen].sum() / self.costs.sum())
 
+    def upper_kl(self, chosen: Bool[Tensor, " units"]) -> float:
+        """The end of the interval of KL that a ceiling is held against."""
+        return mean_interval(self.measured.kl(chosen, Text.selection), self.seed)[1]
+
     def left_out(self, chosen: Bool[Tensor, " units"]) -> float:
         """Under a ceiling, the bytes that are not quantized, infinity above it; else 0."""
         if self.budget.max_kl_nats is None:
             return 0.0
-        kl = self.measured.mean(chosen, Text.selection)
-        return float(self.costs[~chosen].sum()) if kl <= self.budget.max_kl_nats else inf
+        fits = self.upper_kl(chosen) <= self.budget.max_kl_nats
+        return float(self.costs[~chosen].sum()) if fits else inf
 
     def better(
         self,
@@ -169,7 +174,7 @@ def select(
     budget: Budget,
     selector: Selector,
     *,
-    num_sets: int | None,
+    num_sets: int,
     num_random: int,
     seed: int,
     journal: Journal,
@@ -180,21 +185,17 @@ def select(
         divergence: the target; `kl` is asked once for a set and text.
         budget: what the chosen set meets, on the selection text where it is a KL.
         selector: one that proposes, whose proposal is measured and returned; or the portfolio.
-        num_sets: random sets that `additive` and `coverage` are fitted to; None: four a unit.
+        num_sets: random sets that `additive` and `coverage` are fitted to, enough to
+            cross-validate.
         num_random: random sets that the portfolio measures on the selection text. They hold the
             share of the budget, or that of the best proposal under a ceiling.
         seed: of everything random.
         journal: of everything measured.
 
     Raises:
-        ValueError: there are too few sets to cross-validate, or a divergence is not finite.
+        ValueError: a divergence is not finite.
     """
-    if num_sets is not None and num_sets < in_context.NUM_FOLDS:
-        raise ValueError(
-            f"quantize.num_sets must be at least {in_context.NUM_FOLDS}, got {num_sets}"
-        )
-    if num_random < 0:
-        raise ValueError(f"quantize.num_random must not be negative, got {num_random}")
+    assert num_sets >= in_context.NUM_FOLDS
     assert bool((divergence.costs > 0).all()), "every unit has bytes"
     alone, problem = _measured_alone(divergence, budget, journal, seed)
     guides = guides_of(
@@ -292,11 +293,14 @@ def _portfolio(problem: _Problem, guides: Guides, num_random: int) -> tuple[list
 def _best(
     problem: _Problem, predictor: Predictor, sets: Sequence[Bool[Tensor, " units"]]
 ) -> Bool[Tensor, " units"]:
-    """The first, unless another is better: of those the least KL first."""
+    """The first, unless another is better: of those the least KL first.
+
+    Under a share a set of less KL may stay second: see `_Problem.better`.
+    """
     best, *others = sets
     for chosen in sorted(others, key=lambda s: problem.measured.mean(s, Text.selection)):
         now, then = predictor(torch.stack([best, chosen])).tolist()
-        if problem.better(chosen, best, then - now):
+        if problem.better(chosen, best, then - now, num_tried=len(sets)):
             best = chosen
     return best
 
@@ -354,7 +358,7 @@ def _candidates(
     else:
         held = float(problem.costs[best].sum())
         allowed = (around.costs > held) | ((around.costs == held) & (changes < 0))
-        misfit = problem.measured.mean(best, Text.selection) + changes > ceiling
+        misfit = problem.upper_kl(best) + changes > ceiling
         order = torch.where(misfit, changes, -around.costs).argsort(stable=True)
         order = order[misfit[order].int().argsort(stable=True)]
     for idx in order[allowed[order]].tolist():

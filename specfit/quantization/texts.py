@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from specfit_serve.decode import Request
 
 BATCH_SIZE = 64  # conversations answered at once
 SPARE = 1.25  # prompts answered for each passage wanted: some answers end early
+CERTAIN = 3.0  # standard errors by which too few answers must be long before no more are made
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,11 @@ class Answered:
     component: str
     prompt: list[int]
     answer: list[int]
+    looped: bool = False  # it was cut where it began to repeat itself
+
+    def is_long(self, num_counted: int) -> bool:
+        """Whether it is used. A loop says little about a target."""
+        return not self.looped and len(self.answer) >= num_counted
 
 
 @dataclass(frozen=True)
@@ -87,10 +94,16 @@ def texts_of(path: Path) -> dict[Text, list[Answered]]:
     return texts
 
 
-def passages(answered: Sequence[Answered], settings: TextSettings) -> Passages:
-    """What is read of them."""
-    pairs = [(a.prompt, a.answer) for a in answered]
-    return Passages.of(pairs, settings.num_context, settings.num_counted)
+def passages(
+    answered: Sequence[Answered], settings: TextSettings, num_context: int | None = None
+) -> Passages:
+    """What is read of them, the shortest first, so that neighbours need little padding.
+
+    `num_context` is that of the settings unless given.
+    """
+    context = settings.num_context if num_context is None else num_context
+    pairs = sorted(((a.prompt, a.answer) for a in answered), key=lambda pair: len(pair[0]))
+    return Passages.of(pairs, context, settings.num_counted)
 
 
 def _quotas(settings: TextSettings, num_passages: int) -> dict[str, int]:
@@ -108,21 +121,45 @@ def _long_answers(
     settings: TextSettings,
 ) -> list[Answered]:
     """The first conversations whose answers are long enough, answered as far as needed."""
-    num_taken = 0
+    taken: list[Answered] = []
     found: list[Answered] = []
     while len(found) < num_wanted:
-        rows = conversations[num_taken : num_taken + round((num_wanted - len(found)) * SPARE) + 1]
-        if not rows:
-            component = conversations[0]["component"] if conversations else "a component"
-            raise ValueError(
-                "quantize.num_passages, thrice, and num_unit_passages must be at most the answers "
-                f"of {settings.num_counted} tokens: {component} has {len(found)} of {num_wanted}; "
-                "raise data.num_train, or lower them or quantize.counted_tokens"
-            )
+        num_left = len(conversations) - len(taken)
+        if len(found) + _most_likely(len(found), len(taken), num_left) < num_wanted:
+            raise _too_few(taken, found, num_wanted, conversations, settings)
+        num_next = round((num_wanted - len(found)) * SPARE) + 1
+        num_next = num_next if taken else min(num_next, BATCH_SIZE)  # the first tell how many do
+        rows = conversations[len(taken) : len(taken) + num_next]
         _answer(journal, known, rows, engine, settings)
-        found += [a for row in rows if len((a := known[row["id"]]).answer) >= settings.num_counted]
-        num_taken += len(rows)
+        taken += [known[row["id"]] for row in rows]
+        found = [answered for answered in taken if answered.is_long(settings.num_counted)]
     return found[:num_wanted]
+
+
+def _most_likely(num_found: int, num_taken: int, num_left: int) -> float:
+    """The most long answers to expect of `num_left`, where `num_found` of `num_taken` were."""
+    share = (num_found + 1) / (num_taken + 2)
+    # Of the share, which was seen on some, and of what the others then happen to be.
+    variance = share * (1 - share) * (num_left**2 / (num_taken + 2) + num_left)
+    return min(float(num_left), num_left * share + CERTAIN * sqrt(variance))
+
+
+def _too_few(
+    taken: Sequence[Answered],
+    found: Sequence[Answered],
+    num_wanted: int,
+    conversations: Sequence[dict[str, Any]],
+    settings: TextSettings,
+) -> ValueError:
+    component = conversations[0]["component"] if conversations else "a component"
+    num_looped = sum(answered.looped for answered in taken)
+    return ValueError(
+        "quantize.num_passages, thrice, and num_unit_passages must be at most the answers of "
+        f"{settings.num_counted} tokens: {component} has {len(found)} of {num_wanted} in the first "
+        f"{len(taken)} of {len(conversations)} ({len(taken) - len(found) - num_looped} ended "
+        f"before, {num_looped} looped); raise data.num_train, or lower them or "
+        "quantize.counted_tokens"
+    )
 
 
 def _answer(
@@ -148,9 +185,9 @@ def _answer(
         seed=settings.seed,
     ):
         row = by_id[found.id]
-        # A loop says little about a target; one is as good as an answer that ended early.
-        tokens = [] if found.finish_reason == "repetition" else found.tokens
-        known[found.id] = Answered(found.id, row["component"], row["prompt_ids"], tokens)
+        looped = found.finish_reason == "repetition"
+        prompt = row["prompt_ids"]
+        known[found.id] = Answered(found.id, row["component"], prompt, found.tokens, looped)
         append_jsonl(journal, [asdict(known[found.id])])
 
 

@@ -4,6 +4,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from specfit.targets.target import Target
+
 # By the last part of a matrix's name: with which it is fused. What is not here is never quantized:
 # embeddings, heads, norms, routers (`gate`), convolutions, biases.
 _UNIT_OF = {
@@ -24,8 +26,12 @@ _UNIT_OF = {
     "down_proj": "down",
     "w2": "down",
 }
-_NAME = re.compile(r"(?:^|\.)layers\.(?P<layer>\d+)\.(?P<block>.*\.)?(?P<leaf>\w+)$")
-_NOT_TEXT = ("visual.", "vision_tower.", "vision_model.", "audio_tower.", "mtp.")
+# Before `layers.` stand the names that checkpoints give the text model, and no others: towers for
+# images or sound, and heads that predict more tokens, have layers too.
+_NAME = re.compile(
+    r"(?:(?:model|language_model|text_model|thinker)\.)*"
+    r"layers\.(?P<layer>\d+)\.(?P<block>.*\.)?(?P<leaf>\w+)"
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -42,8 +48,8 @@ class Unit:
 
 def unit_of(tensor: str) -> Unit | None:
     """The unit of a tensor or parameter, by its name; None when it is never quantized."""
-    found = _NAME.search(tensor.removesuffix(".weight"))
-    if found is None or any(part in tensor for part in _NOT_TEXT):
+    found = _NAME.fullmatch(tensor.removesuffix(".weight"))
+    if found is None:
         return None
     block, leaf = found["block"] or "", found["leaf"]
     name = _UNIT_OF.get(leaf)
@@ -59,13 +65,29 @@ def unit_of(tensor: str) -> Unit | None:
 
 
 def units_of(tensors: Iterable[str]) -> dict[Unit, list[str]]:
-    """The units of a checkpoint or a model and the tensors of each, in order of the layers."""
+    """The units of a checkpoint or a model and the tensors of each, in order of the layers.
+
+    Raises:
+        ValueError: there are two text models, whose layers would be taken for one's.
+    """
     found: dict[Unit, list[str]] = {}
+    stacks = set()
     for tensor in tensors:
         unit = unit_of(tensor)
         if unit is not None:
             found.setdefault(unit, []).append(tensor)
+            stacks.add(tensor.partition("layers.")[0])
+    if len(stacks) > 1:
+        raise ValueError(f"target.path must hold one text model, got {', '.join(sorted(stacks))}")
     return {unit: sorted(found[unit]) for unit in sorted(found)}
+
+
+def units_of_target(target: Target) -> dict[Unit, list[str]]:
+    """Those of the layers of a target's decoder, whatever else its model has."""
+    modules = target.model.named_modules()
+    (stack,) = [name for name, module in modules if module is target.layers]
+    parameters = (name for name, _ in target.model.named_parameters())
+    return units_of(name for name in parameters if name.startswith(f"{stack}."))
 
 
 def fused(tensors: Iterable[str]) -> list[list[str]]:

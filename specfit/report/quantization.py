@@ -20,20 +20,17 @@ from specfit.report.document import (
     Table,
     Text,
 )
-from specfit.report.figures import NOT_MEASURED, estimate, number, percent_change, share
+from specfit.report.figures import NOT_MEASURED, Estimate, estimate, number, percent_change, share
 
 Record = dict[str, Any]
 ENDS = ("", "_low", "_high")
 
+NOT_FINITE = "not finite"
 TERMS = {
     "KL": "Kullback-Leibler divergence of the quantized target's next-token distribution from that "
     "of the target as it came, in nats a token: 0 where they agree.",
     "same top token": "Share of tokens at which both have the same most likely next token.",
     "perplexity": "Its change on the text that the target as it came had written.",
-    "text": "Answers of the target as it came, to prompts of the profile's training split. "
-    "What units do alone and in pairs is measured on a text of its own, predictions of sets "
-    "are fitted to the calibration text, sets chosen on the selection text, and the "
-    "report text is used for nothing else. No two share a conversation.",
     "noise": "The target as it came against itself in batches of another shape.",
     "acceptance length": "Mean tokens emitted per round of drafting and verifying, the target's "
     "own included.",
@@ -69,16 +66,43 @@ def lead(recipe: Record, fidelity: Record) -> str:
         f"{share(recipe['share'])} of the weights that may be quantized are in NVFP4{others}: "
         f"{number(recipe['bits_per_weight'], 2)} bits each on average. Mean KL on "
         f"{number(report['num_tokens'])} tokens of text that nothing was chosen by: "
-        f"{estimate(report, 'kl_mean_nats', 4)} nats."
+        f"{measured(report, 'kl_mean_nats', 4)} nats."
     )
 
 
 def verdicts(fidelity: Record) -> list[str]:
-    """A sentence for each gate."""
-    return [
+    """A sentence for a ceiling of KL, where there is one, and one for each gate."""
+    found = []
+    ceiling = fidelity["max_kl_nats"]
+    if ceiling is not None:
+        found.append(
+            f"Budget: a mean KL of at most {ceiling:g} nats, kept at the upper end of its interval "
+            "on the selection text; on the report text it is "
+            f"{measured(_report_row(fidelity), 'kl_mean_nats', 4)}."
+        )
+    return found + [
         f"Gate {gate}: {'rejected, as ' + '; '.join(broken) if broken else 'passed'}."
         for gate, broken in fidelity["broken_limits"].items()
     ]
+
+
+def measured(row: Record, key: str, digits: int) -> Estimate | str:
+    """Of a checkpoint, which may be so broken that there is no number."""
+    return NOT_FINITE if row[key] is None else estimate(row, key, digits)
+
+
+def _terms(recipe: Record) -> dict[str, str]:
+    context, counted = (recipe["text"][f"{name}_tokens"] for name in ("context", "counted"))
+    text = (
+        "Answers of the target as it came, to prompts of the profile's training split. Figures "
+        f"are over the first {number(counted)} tokens of each, read after up to {number(context)} "
+        "tokens of the prompt's end; answers that end earlier, or repeat themselves, are left out, "
+        "so that short answers are not represented. "
+        "What units do alone and in pairs is measured on a text of its own, predictions of sets "
+        "are fitted to the calibration text, sets chosen on the selection text, and the "
+        "report text is used for nothing else. No two share a conversation."
+    )
+    return TERMS | {"text": text}
 
 
 def _report_row(fidelity: Record) -> Record:
@@ -92,12 +116,10 @@ def _fidelity(recipe: Record, fidelity: Record) -> list[Block]:
         [
             row["text"],
             number(row["num_tokens"]),
-            estimate(row, "kl_mean_nats", 4),
-            estimate(row, "kl_median_nats", 4),
-            estimate(row, "kl_p95_nats", 3),
-            estimate(row, "kl_p99_nats", 3),
-            estimate(row, "top1_agreement", 3),
-            estimate(row, "perplexity_change", 4),
+            *(measured(row, f"kl_{name}_nats", 4) for name in ("mean", "median")),
+            *(measured(row, f"kl_{name}_nats", 3) for name in ("p95", "p99")),
+            measured(row, "top1_agreement", 3),
+            measured(row, "perplexity_change", 4),
         ]
         for row in rows
     ]
@@ -113,17 +135,18 @@ def _fidelity(recipe: Record, fidelity: Record) -> list[Block]:
         ),
     ]
     if rollouts["num_rollouts"]:
+        median = rollouts["first_differing_token_median"]
+        differs = "does not differ" if median is None else f"first differs at token {median}"
         blocks.append(
             Text(
                 f"Of {number(rollouts['num_rollouts'])} greedy answers of "
                 f"{number(rollouts['num_tokens'])} tokens, {number(rollouts['num_equal'])} are the "
-                "same as before quantizing; the median answer first differs at token "
-                f"{number(rollouts['first_differing_token_median'])}."
+                f"same as before quantizing; the median answer {differs}."
             )
         )
     if fidelity["acceptance"]:
         blocks.append(_acceptance(fidelity["acceptance"]))
-    return [*blocks, Definitions(TERMS)]
+    return [*blocks, Definitions(_terms(recipe))]
 
 
 def _acceptance(changes: Sequence[Record]) -> Table:
@@ -171,7 +194,7 @@ def _choice(folder: Path, recipe: Record, fidelity: Record) -> list[Block]:
         _plot(folder, recipe),
         Table(
             "Sets of units that were measured on the selection text, by who proposed them; the "
-            "last is what was quantized. Predictions are from other text.",
+            f"last is what was quantized. {_how_judged(recipe)}",
             [
                 Column("proposer"),
                 Column("units", numeric=True),
@@ -182,7 +205,8 @@ def _choice(folder: Path, recipe: Record, fidelity: Record) -> list[Block]:
             rows,
         ),
         Text(
-            f"Share of variance explained on random sets held out: {fits or NOT_MEASURED}. "
+            "Share of variance explained on random sets and half the text held out: "
+            f"{fits or NOT_MEASURED}. "
             "Reliability of the correlations between units, by halves of the text: "
             f"{NOT_MEASURED if reliability is None else number(reliability, 2)}. Small moves "
             f"tried from the best proposal: {len(moves)}, kept: {kept}."
@@ -191,15 +215,28 @@ def _choice(folder: Path, recipe: Record, fidelity: Record) -> list[Block]:
     ]
 
 
+def _how_judged(recipe: Record) -> str:
+    """Why the set of the lowest KL in the table need not be the one that was chosen."""
+    words = "Predictions are from other text"
+    rest = {p for p in recipe["plan"]["precision"].values() if p != "nvfp4"}
+    if rest:
+        words += " and, but for additive and coverage, without what the rest loses in FP8"
+    return (
+        f"{words}. Under a ceiling of KL more weights win. Else the first set is kept until "
+        "another is better by more standard errors of the difference than the luckiest of so many "
+        "would be, and at least by one, or three where predictions disagree: less KL may be luck."
+    )
+
+
 def _comparisons(comparisons: Sequence[Record]) -> list[Block]:
     if not comparisons:
         return []
     return [
         Table(
-            "What was chosen against what else could have been, on the report text: KL of those "
-            "sets (a mean over them) and of the chosen set over it, below 1 where it loses less; "
-            "95 % intervals over conversations, the same on both sides. amax: the same units, "
-            "with the scales that other engines compute.",
+            "What was chosen against what else could have been, on the report text, all before any "
+            "co-tuning: KL of those sets (a mean over them) and of the chosen set over it, below 1 "
+            "where it loses less; 95 % intervals over conversations, the same on both sides. amax: "
+            "the same units, with the scales that other engines compute.",
             [
                 Column("against"),
                 *(Column(title, numeric=True) for title in ("sets", "KL of those", "KL over it")),
@@ -250,7 +287,7 @@ def _budgets(folder: Path, recipe: Record) -> list[Block]:
             "budgets.png",
             "Line plot of mean KL over the share of weights in NVFP4.",
             "Mean KL on the selection text as the budget grows, units of least KL a byte alone "
-            "first; beside it the sets that were measured for this budget.",
+            "first, the rest as it came; beside it the sets that were measured for this budget.",
         ),
         Table(
             "The same in numbers.",

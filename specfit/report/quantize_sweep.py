@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from matplotlib.figure import Figure
 from specfit.report import plots
 from specfit.report.document import Block, Cell, Column, Image, Section, Table
 from specfit.report.figures import NOT_MEASURED, Estimate, estimate, number, share
-from specfit.report.quantization import ENDS
+from specfit.report.quantization import ENDS, measured
 
 LOOKS = {
     "portfolio": (plots.BLUE, "o"),
@@ -57,9 +58,9 @@ def section(folder: Path, jobs: list[QuantizedJob]) -> Section:
             job.selector,
             share(job.share),
             number(job.bits_per_weight, 2),
-            estimate(job.report, "kl_mean_nats", 4),
-            estimate(job.report, "top1_agreement", 3),
-            estimate(job.report, "perplexity_change", 4),
+            measured(job.report, "kl_mean_nats", 4),
+            measured(job.report, "top1_agreement", 3),
+            measured(job.report, "perplexity_change", 4),
             *(job.over(against) for against in AGAINST),
             *("rejected" if broken else "passed" for broken in job.broken.values()),
         ]
@@ -72,7 +73,8 @@ def section(folder: Path, jobs: list[QuantizedJob]) -> Section:
         Table(
             "Each job's checkpoint on text that nothing was chosen by; KL in nats a token, with "
             "95 % intervals over conversations. KL over that of the sets chosen by the units' KL "
-            "alone, of random sets, and of the same units with amax scales: below 1 is better.",
+            "alone, of random sets, and of the same units with amax scales, all before any "
+            "co-tuning: below 1 is better.",
             [
                 Column("job"),
                 Column("selector"),
@@ -116,7 +118,9 @@ def _plot(folder: Path, jobs: list[QuantizedJob]) -> Image:
             own = [job for job in jobs if job.selector == selector]
             color, marker = LOOKS.get(selector, (plots.GREY, "x"))
             shares = [100 * job.share for job in own]
-            value, low, high = ([job.report[f"kl_mean_nats{end}"] for job in own] for end in ENDS)
+            value, low, high = (
+                [_drawn(job.report[f"kl_mean_nats{end}"]) for job in own] for end in ENDS
+            )
             axes.plot(shares, value, f"{marker}-", color=color, label=selector)
             axes.vlines(shares, low, high, color=color, linewidth=1)
         axes.set(xlabel="weights in NVFP4, %", ylabel="KL, nats a token", ylim=(0, None))
@@ -128,3 +132,8 @@ def _plot(folder: Path, jobs: list[QuantizedJob]) -> Image:
         "Line plot of mean KL over the share of weights in NVFP4, a line a selector.",
         "Mean KL on text that nothing was chosen by, with intervals, by who chose the units.",
     )
+
+
+def _drawn(value: float | None) -> float:
+    """What is not finite is left out."""
+    return nan if value is None else value

@@ -15,39 +15,35 @@ from specfit.artifacts import Artifact
 from specfit.checks import GateRejected
 from specfit.config import Engine, MeasureConfig, ProfileConfig
 from specfit.engine import DecodeEngine, decode_engine
-from specfit.files import write_json
+from specfit.files import read_jsonl, write_json
 from specfit.quantization.acceptance_change import acceptance_changes
 from specfit.quantization.checkpoint import is_complete, write_checkpoint
 from specfit.quantization.comparisons import compare
-from specfit.quantization.config import (
-    BITS,
-    BudgetIn,
-    Gate,
-    Precision,
-    QuantizeConfig,
-    Rest,
-)
-from specfit.quantization.cotune import check_cotune, cotune
+from specfit.quantization.config import BudgetIn, Gate, QuantizeConfig, Rest
+from specfit.quantization.cotune import cotune
+from specfit.quantization.digests import digests
 from specfit.quantization.divergence import ModelDivergence
 from specfit.quantization.fidelity import GATES, beyond_budget, broken_limits, other_than_measured
 from specfit.quantization.in_context import NUM_FOLDS
+from specfit.quantization.layout import unit_sizes
 from specfit.quantization.loading import load_quantized
 from specfit.quantization.measured import Text
-from specfit.quantization.plan import QuantizationPlan
+from specfit.quantization.plan import QuantizationPlan, rest_of
 from specfit.quantization.problem import JsonlJournal, divergence_of, text_settings
 from specfit.quantization.reading import scheme_of
+from specfit.quantization.refusals import min_share, units_to_choose_from
 from specfit.quantization.rollouts import first_differences
 from specfit.quantization.selection import Budget, Selection, select
 from specfit.quantization.texts import Answered, TextSettings, texts_of
-from specfit.quantization.units import Unit
 from specfit.report import quantization
 from specfit.targets.info import read_info_file
 from specfit.targets.load import prepare
 from specfit.targets.target import Target
 
-VERSION = 3
+VERSION = 4
 FIDELITY = "fidelity.json"  # written last
 MODEL = "model"
+REPORTED = ("num_tokens", "kl_mean_nats", "kl_mean_nats_low", "kl_mean_nats_high", "top1_agreement")
 log = logging.getLogger(__name__)
 
 
@@ -79,55 +75,59 @@ def run(job: QuantizeJob) -> None:
     """
     config, target = job.config, job.target
     settings = text_settings(config, job.profile, job.seed)
+    units = units_to_choose_from(config, job.source, target)
     texts = texts_of(job.sensitivity.file("texts.jsonl"))
     del texts[Text.units]  # what they did there is known
     alone = json.loads(job.sensitivity.file("sensitivity.json").read_text())
     amax = alone["input_amax"]
-    divergence = divergence_of(target, config, settings, texts, amax)
-    if config.cotune:
-        check_cotune(divergence.switch)
-    journal = JsonlJournal(
-        job.folder / "measured.jsonl", known=job.sensitivity.file("measured.jsonl")
-    )
-    selection = _select(job, divergence, journal)
-    if not selection.chosen and config.rest is Rest.none:
-        raise ValueError(
-            f"quantize.budget must be a KL that some unit keeps, got {config.budget:g} nats; alone "
-            f"the best one costs {min(selection.isolated_kl_nats):.2g}"
-        )
+    rest = rest_of(config)
+    divergence = divergence_of(target, config, settings, texts, units=units, rest=rest, amax=amax)
+    journal = JsonlJournal(job.folder / "measured.jsonl", _known(job))
+    selection = _select(job, divergence, journal, min_share(config, job.source, units, amax))
+    _require_kept(config, selection)
     chosen = torch.zeros(len(divergence.groups), dtype=torch.bool)
     chosen[list(selection.chosen)] = True
     compared = compare(divergence, selection, journal, job.seed)
     factors = _factors(job, divergence, chosen)
-    units = divergence.switch.units
-    plan = _plan(config, units, divergence.units(chosen), amax, factors)
+    nvfp4 = divergence.units(chosen)
+    plan = QuantizationPlan.of(config, units, nvfp4, input_amax=amax, scale_factors=factors)
+    measured = divergence.switch.digests(nvfp4)
+    # From here on the target is as it came: what it was in NVFP4 and what was written are not in
+    # memory together.
+    divergence.switch.close()
+    divergence.forget()
     _write(job, plan)
     quantized = Target(
         load_quantized(job.folder / MODEL, target.model.dtype).to(target.device),
         target.tokenizer,
         replace(target.info, quantization=scheme_of(job.folder / MODEL)),
     )
+    wrong = other_than_measured(measured, digests(quantized.model))
     write_json(job.folder / "info.json", quantized.info.to_json())
-    recipe = _recipe(divergence, selection, chosen, plan) | {"curve": alone["curve"]}
+    recipe = _recipe(job, divergence, selection, chosen, plan) | {"curve": alone["curve"]}
     engine = decode_engine(job.engine, quantized, job.folder / MODEL)
-    fidelity = _fidelity(job, divergence, chosen, engine, texts, settings)
+    fidelity = _fidelity(job, divergence, engine, texts, settings, wrong)
     fidelity["comparisons"] = [asdict(comparison) for comparison in compared]
     fidelity["acceptance"] = _acceptance(job, engine)
     write_json(job.folder / "recipe.json", recipe)
     quantization.write_page(job.folder, target.info.name, recipe, fidelity)
     write_json(job.folder / FIDELITY, fidelity)
-    divergence.switch.close()
 
 
 def check_gate(artifact: Artifact, gate: Gate) -> None:
-    """Refuses a quantized target that lost too much.
+    """Refuses a quantized target that lost too much, or is not the one that was measured.
 
     Raises:
-        GateRejected: a figure does not keep what the gate asks for.
+        GateRejected: a figure does not keep what the gate asks for; under every gate, the
+            checkpoint is not what was measured.
     """
-    if gate is Gate.report:
-        return
-    broken = json.loads(artifact.file(FIDELITY).read_text())["broken_limits"][gate.name]
+    fidelity = json.loads(artifact.file(FIDELITY).read_text())
+    wrong = "; ".join(fidelity["not_as_measured"])
+    if wrong:
+        raise GateRejected(
+            f"no quantize.gate lets {artifact.path} pass: {wrong}; delete it to make it again"
+        )
+    broken = [] if gate is Gate.report else fidelity["broken_limits"][gate.name]
     if broken:
         raise GateRejected(
             f"quantize.gate={gate.name} rejects {artifact.path}: {'; '.join(broken)}; quantize "
@@ -146,18 +146,47 @@ def open_quantized(artifact: Artifact, device: torch.device) -> Target:
     return Target(model.to(device), AutoTokenizer.from_pretrained(folder), info)
 
 
-def _select(job: QuantizeJob, divergence: ModelDivergence, journal: JsonlJournal) -> Selection:
+def _known(job: QuantizeJob) -> dict[str, list[float]]:
+    """What was measured without a budget, the rest as it came."""
+    rows = read_jsonl(job.sensitivity.file("measured.jsonl"))
+    sets_too = job.config.rest is Rest.none
+    return {key: values for key, values in rows if sets_too or key.startswith("alone")}
+
+
+def _select(
+    job: QuantizeJob, divergence: ModelDivergence, journal: JsonlJournal, share: float | None
+) -> Selection:
     config = job.config
-    max_kl = config.budget if config.budget_in is BudgetIn.kl_nats else None
     return select(
         divergence,
-        Budget(min_share=config.min_share, max_kl_nats=max_kl),
+        Budget(min_share=share, max_kl_nats=_ceiling(config)),
         config.selector,
         num_sets=max(NUM_FOLDS, config.sets_per_unit * len(divergence.groups)),
         num_random=config.num_random,
         seed=job.seed,
         journal=journal,
     )
+
+
+def _ceiling(config: QuantizeConfig) -> float | None:
+    return config.budget if config.budget_in is BudgetIn.kl_nats else None
+
+
+def _require_kept(config: QuantizeConfig, selection: Selection) -> None:
+    """Refuses a ceiling of KL that no set was found for."""
+    ceiling, row = _ceiling(config), selection.rows[-1]
+    if ceiling is None:
+        return
+    if config.rest is Rest.none and not row.chosen:
+        raise ValueError(
+            f"quantize.budget must be a KL that some unit keeps, got {ceiling:g} nats; alone the "
+            f"best one costs {min(selection.isolated_kl_nats):.2g} on average"
+        )
+    if row.measured_kl_nats_high > ceiling:
+        raise ValueError(
+            f"quantize.budget must be a KL that quantize.rest={config.rest.name} keeps, got "
+            f"{ceiling:g} nats; what loses least costs {row.measured_kl_nats:.2g} on average"
+        )
 
 
 def _factors(
@@ -173,26 +202,6 @@ def _factors(
     return factors
 
 
-def _plan(
-    config: QuantizeConfig,
-    units: list[Unit],
-    chosen: list[Unit],
-    amax: dict[str, float] | None,
-    factors: dict[str, float],
-) -> QuantizationPlan:
-    precision = dict.fromkeys(chosen, Precision.nvfp4)
-    if config.rest is not Rest.none:
-        rest = Precision[config.rest.name]
-        precision |= {unit: rest for unit in units if unit not in precision}
-    return QuantizationPlan(
-        precision={unit: precision[unit] for unit in sorted(precision)},
-        rule=config.rule,
-        activations=config.activations,
-        input_amax=amax or {},
-        scale_factors=factors,
-    )
-
-
 def _write(job: QuantizeJob, plan: QuantizationPlan) -> None:
     if is_complete(job.folder / MODEL):
         return  # an earlier run was killed later
@@ -206,21 +215,27 @@ def _write(job: QuantizeJob, plan: QuantizationPlan) -> None:
 
 
 def _recipe(
+    job: QuantizeJob,
     divergence: ModelDivergence,
     selection: Selection,
     chosen: Bool[Tensor, "units"],
     plan: QuantizationPlan,
 ) -> dict[str, Any]:
-    share = float(divergence.costs[chosen].sum() / divergence.costs.sum())
-    rest = [p for p in plan.precision.values() if p is not Precision.nvfp4]
-    rest_bits = BITS[rest[0]] if rest else 16.0
+    sizes = unit_sizes(job.source, plan)
+    own = [sizes[unit] for unit in divergence.switch.units]
+    num_weights = sum(size.num_weights for size in own)
     found = asdict(selection)
     return found | {
         "units": divergence.names,
         "num_weights": [int(cost) for cost in divergence.costs.tolist()],
-        "share": share,  # of the weights that may be quantized
-        "bits_per_weight": share * BITS[Precision.nvfp4] + (1 - share) * rest_bits,
+        # Of the weights that may be quantized, as are the bits.
+        "share": float(divergence.costs[chosen].sum() / divergence.costs.sum()),
+        "bits_per_weight": 8 * sum(size.num_bytes for size in own) / num_weights,
         "plan": plan.to_json(),
+        "text": {
+            "context_tokens": job.config.context_tokens,
+            "counted_tokens": job.config.counted_tokens,
+        },
     }
 
 
@@ -243,10 +258,10 @@ def _acceptance(job: QuantizeJob, quantized: DecodeEngine) -> list[dict[str, Any
 def _fidelity(
     job: QuantizeJob,
     divergence: ModelDivergence,
-    chosen: Bool[Tensor, "units"],
     quantized: DecodeEngine,
     texts: dict[Text, list[Answered]],
     settings: TextSettings,
+    wrong: list[str],
 ) -> dict[str, Any]:
     """Figures of the checkpoint as it was written, read back, on each text."""
     rows = []
@@ -254,24 +269,19 @@ def _fidelity(
         figures = divergence.tokens_of(quantized.target, text)
         rows.append({"text": text.name} | figures.row(job.seed))
     report = rows[-1]
-    selection = rows[list(texts).index(Text.selection)]
-    # FP8 is not made in memory: there is nothing to hold it against, and a ceiling may be broken.
-    wrong: list[str] = []
-    if job.config.rest is Rest.none:
-        measured = float(divergence.kl(chosen, Text.selection).mean())
-        wrong = other_than_measured(measured, selection)
-    if job.config.budget_in is BudgetIn.kl_nats:
-        wrong += beyond_budget(job.config.budget or 0.0, selection)
+    ceiling = _ceiling(job.config)
+    broken = wrong if ceiling is None else wrong + beyond_budget(ceiling, report)
     floor = divergence.tokens_of(divergence.target, Text.report, one_by_one=True).row(job.seed)
     log.info(
-        "quantize: KL %.4f nats [%.4f, %.4f], same top token %.3f, perplexity %+.2f %%, %d tokens",
-        *(report["kl_mean_nats"], report["kl_mean_nats_low"], report["kl_mean_nats_high"]),
-        *(report["top1_agreement"], 100 * report["perplexity_change"], report["num_tokens"]),
+        "quantize: on the report text %s",
+        ", ".join(f"{name} {report[name]}" for name in REPORTED),
     )
     return {
         "rows": rows,
         # The target as it is against itself, in batches of another shape.
         "noise_floor": floor,
         "rollouts": first_differences(quantized, texts[Text.report], settings),
-        "broken_limits": {gate: wrong + broken_limits(gate, report) for gate in GATES},
+        "max_kl_nats": ceiling,
+        "not_as_measured": wrong,
+        "broken_limits": {gate: broken + broken_limits(gate, report) for gate in GATES},
     }
