@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 
 .DEFAULT_GOAL := help
-.PHONY: help fit table test test-all lint clean
+.PHONY: help fit table test test-all test-gpu lint clean
 
 help: ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -26,6 +26,12 @@ test: $(STAMP) ## the tests, but those that take minutes
 
 test-all: $(STAMP) ## all tests
 	$(PYTEST) -m ''
+
+test-gpu: $(STAMP) ## the tests and the table that need a GPU; elsewhere it says so
+	@if $(BIN)/python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then \
+	    $(BIN)/python -m pytest -m gpu tests/test_gpu.py tests/test_gpu_target.py \
+	        && $(BIN)/python kernels/bench/gpu.py $(ARGS); \
+	else echo 'make test-gpu: skipped, since torch finds no CUDA device'; fi
 
 table: $(STAMP) ## the README's table of results, from the default job
 	@$(BIN)/python tests/readme_table.py "$$($(BIN)/specfit $(ARGS) | tail -n 1)"

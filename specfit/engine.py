@@ -1,4 +1,4 @@
-"""What decodes: the CPU kernels where they run the target, transformers elsewhere."""
+"""What decodes: our kernels where they run the target, transformers elsewhere."""
 
 import logging
 from dataclasses import dataclass
@@ -10,10 +10,12 @@ from specfit.speculators.eagle3 import Eagle3
 from specfit.speculators.packed import eagle3_weights
 from specfit.speculators.proposer import Eagle3Proposer
 from specfit.targets.packed import llama_weights, stored_weights
+from specfit.targets.packed_gpu import gpu_weights
 from specfit.targets.slots import SlotTarget
 from specfit.targets.target import Target
 from specfit_kernels import cpu_build
 from specfit_serve import eagle3
+from specfit_serve.gpu_weights import GpuWeights
 from specfit_serve.llama import LlamaTarget, LlamaWeights
 from specfit_serve.protocols import DecodeTarget, Proposer
 
@@ -25,15 +27,22 @@ class DecodeEngine:
     """Makes the slots that a target is decoded in, and the heads that draft there."""
 
     target: Target
-    weights: LlamaWeights | None = None  # the target's, packed; None: transformers runs it
+    # The target's, packed for a CPU or a GPU; None: transformers runs it.
+    weights: LlamaWeights | GpuWeights | None = None
 
     def slots(
         self, *, num_slots: int, max_length: int, aux_layers: list[int] | None
     ) -> DecodeTarget:
-        """Empty ones; the arguments are those of `SlotTarget` and `LlamaTarget`."""
+        """Empty ones; the arguments are those of `SlotTarget`, `LlamaTarget` and `GpuTarget`."""
         if self.weights is None:
             return SlotTarget(
                 self.target, num_slots=num_slots, max_length=max_length, aux_layers=aux_layers
+            )
+        if isinstance(self.weights, GpuWeights):
+            from specfit_serve.gpu import GpuTarget  # imports Triton, which only Linux has
+
+            return GpuTarget(
+                self.weights, num_slots=num_slots, max_length=max_length, aux_layers=aux_layers
             )
         return LlamaTarget(
             self.weights, num_slots=num_slots, max_length=max_length, aux_layers=aux_layers
@@ -44,7 +53,7 @@ class DecodeEngine:
     ) -> Proposer:
         """A head over as many slots."""
         embeddings = self.target.embeddings.weight.detach()
-        if self.weights is None or head.config.hidden_act != "silu":
+        if not isinstance(self.weights, LlamaWeights) or head.config.hidden_act != "silu":
             return Eagle3Proposer(
                 head, vocab, embeddings, num_slots=num_slots, max_length=max_length
             )
@@ -63,8 +72,12 @@ def decode_engine(name: Engine, target: Target, folder: Path) -> DecodeEngine:
     Raises:
         ValueError: the kernels are asked for and cannot run the target.
     """
-    if name is Engine.torch or (name is Engine.auto and target.device.type != "cpu"):
+    is_on_cpu = target.device.type == "cpu"
+    # On a GPU `auto` stays with transformers until ours has been measured on one.
+    if name is Engine.torch or (name is Engine.auto and not is_on_cpu):
         return DecodeEngine(target)
+    if not is_on_cpu:
+        return DecodeEngine(target, gpu_weights(target, stored_weights(folder)))
     try:
         if name is Engine.auto and cpu_build.paths() == [cpu_build.CpuPath.torch]:
             raise ValueError("the CPU kernels are not compiled")

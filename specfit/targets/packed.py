@@ -32,7 +32,7 @@ def stored_weights(folder: Path) -> dict[str, Stored] | None:
         return None
     if input_global_scales(folder):
         raise ValueError(
-            f"the inputs of NVFP4 matrices must not be quantized for the CPU kernels (W4A16), got "
+            f"the inputs of NVFP4 matrices must not be quantized for our kernels (W4A16), got "
             f"W4A4: {folder}; runtime.engine=torch runs this target"
         )
     return dict(read_quantized(folder))
@@ -69,7 +69,7 @@ def llama_weights(
         norm=_vector(stored, "model.norm.weight"),
         eps=target.info.rms_norm_eps,
         head=_packed([head], activations, name="lm_head"),
-        rope=_rope(target),
+        rope=rope_table(target),
         eos_ids=frozenset(target.info.eos_ids),
     )
 
@@ -83,7 +83,7 @@ def check_kernels(target: Target) -> None:
     info, config = target.info, target.model.config
     rope_type = info.rope_parameters.get("rope_type", "default")
     sizes = (info.hidden_size, info.intermediate_size, info.num_heads * info.head_dim)
-    window = None if _sees_everything(config) else getattr(config, "sliding_window", None)
+    window = None if sees_everything(config) else getattr(config, "sliding_window", None)
     even = info.head_dim % 8 == 0 and info.head_dim <= MAX_HEAD_DIM
     limits = (
         (target.device.type == "cpu", "runtime.device", "be cpu", target.device.type),
@@ -102,7 +102,7 @@ def check_kernels(target: Target) -> None:
             )
 
 
-def _sees_everything(config: Any) -> bool:
+def sees_everything(config: Any) -> bool:
     """Whether all layers see the whole context."""
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None:
@@ -173,7 +173,7 @@ def _vector(stored: Mapping[str, Stored], name: str) -> Float32[Tensor, " size"]
 
 
 @torch.no_grad()
-def _rope(target: Target) -> Rope:
+def rope_table(target: Target) -> Rope:
     positions = torch.arange(target.info.max_position_embeddings)[None]
     cosines, sines = target.decoder.rotary_emb(torch.empty(0), positions)
     half = target.info.head_dim // 2  # the other half is the same angles again
