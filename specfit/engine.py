@@ -29,6 +29,7 @@ class DecodeEngine:
     target: Target
     # The target's, packed for a CPU or a GPU; None: transformers runs it.
     weights: LlamaWeights | GpuWeights | None = None
+    heads_in_int8: bool = False  # on the CPU kernels
 
     def slots(
         self, *, num_slots: int, max_length: int, aux_layers: list[int] | None
@@ -57,7 +58,7 @@ class DecodeEngine:
             return Eagle3Proposer(
                 head, vocab, embeddings, num_slots=num_slots, max_length=max_length
             )
-        weights = eagle3_weights(head, vocab, embeddings)
+        weights = eagle3_weights(head, vocab, embeddings, in_int8=self.heads_in_int8)
         return eagle3.Eagle3Proposer(weights, num_slots=num_slots, max_length=max_length)
 
 

@@ -73,9 +73,9 @@ def test_costs_between_timed_widths_lie_on_a_line():
 
 def test_a_prediction_is_of_the_rounds_as_they_went():
     rounds = [Round(1, 1, 1), Round(3, 3, 0), Round(4, 0, 0)]
-    timed = Timed([1.0], [4], [Answer([0] * 5, 1.0, rounds)])
-    # Four tokens alone take 8 s; the rounds 2.5 + 0.1, 4.5 + 0.3 and 2.
-    assert speeds.predicted(timed, COSTS, 0.1, 3) == pytest.approx(8.0 / 9.4)
+    timed = Timed([1.0], [4], [Answer([0] * 5, 1.0, rounds, draft_seconds=0.4)])
+    # Four tokens alone take 8 s; the rounds 2.5, 4.5 and 2.
+    assert speeds.predicted(timed, COSTS, 3) == pytest.approx(8.0 / 9.4)
     assert speeds.acceptance_length(timed) == pytest.approx(4 / 3)
 
 

@@ -9,7 +9,7 @@ from specfit.speculators.packed import eagle3_weights
 from specfit.speculators.proposer import Eagle3Proposer
 from specfit.targets.packed import check_kernels, llama_weights
 from specfit.targets.slots import SlotTarget
-from specfit_kernels.cpu_weights import Activations
+from specfit_kernels.cpu_weights import Activations, WeightFormat
 from specfit_kernels.nvfp4 import quantize
 from specfit_serve import eagle3, llama
 from specfit_serve.decode import DecodeSettings, Request, decode
@@ -189,3 +189,24 @@ def test_a_head_drafts_what_it_drafts_in_torch(flag, temperature):
 def test_a_model_that_the_kernels_cannot_run_is_refused(architecture, message):
     with pytest.raises(ValueError, match=rf"{message}.*runtime\.engine=torch"):
         check_kernels(tiny(architecture))
+
+
+def test_a_head_in_int8_drafts_nearly_what_it_drafts_in_bf16():
+    speculator = tiny_heads.make_speculator(tiny("llama"))
+    drafts = []
+    for in_int8 in (False, True):
+        weights = eagle3_weights(
+            speculator.head, speculator.vocab, speculator.embeddings, in_int8=in_int8
+        )
+        assert weights.head.format is (WeightFormat.int8 if in_int8 else WeightFormat.bf16)
+        proposer = eagle3.Eagle3Proposer(weights, num_slots=1, max_length=80)
+        found = []
+        for seed in range(40):
+            tokens = tiny_heads.random_tokens(30, seed=seed)
+            features = speculator.document(tokens, [(4, 30)]).aux.flatten(1)
+            proposer.start(0, [*tokens, 1], features)
+            draft = proposer.propose([[*tokens, 1]], 2, torch.zeros(1), torch.zeros(1, 2))
+            found += draft.tokens[0].tolist()
+        drafts.append(found)
+    same = sum(a == b for a, b in zip(*drafts, strict=True)) / len(drafts[0])
+    assert 0.75 < same <= 1

@@ -21,7 +21,8 @@ class BenchConfig:
 
     # Weights that plain decoding is timed in; speculation is timed in the last of them.
     formats: list[Format] = field(default_factory=lambda: list(Format))
-    # What matrices in NVFP4 and INT8 are multiplied with: int8 is quick and loses 5e-3.
+    # What matrices in NVFP4 and INT8 are multiplied with, and whether draft heads are in INT8:
+    # quick, and off by 5e-3.
     int8_activations: bool = True
     num_draft_tokens: list[int] = field(default_factory=lambda: [1, 2, 4])  # of the head
     max_draft_tokens: int = 8  # where k adapts to what drafts cost and bring

@@ -27,7 +27,7 @@ def engine_in(
         form: what its matrices become.
         target: in memory.
         stored: the tensors of its checkpoint if that is quantized: in NVFP4 it stays as it is.
-        activations: of the matrices in NVFP4 and INT8.
+        activations: of the matrices in NVFP4 and INT8; heads are in INT8 where it is int8.
 
     Raises:
         ValueError: the kernels cannot run the target.
@@ -40,7 +40,8 @@ def engine_in(
         tensors |= _quantized(form, target) if own is None else own
         head = target.head_weight.detach()
         tensors["lm_head.weight"] = int8.quantize(head, name="lm_head")
-    return DecodeEngine(target, llama_weights(target, tensors, activations=activations))
+    weights = llama_weights(target, tensors, activations=activations)
+    return DecodeEngine(target, weights, heads_in_int8=activations is Activations.int8)
 
 
 def _quantized(form: Format, target: Target) -> dict[str, Stored]:

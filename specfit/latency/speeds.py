@@ -33,6 +33,7 @@ class Answer:
     tokens: list[int]
     seconds: float
     rounds: list[Round] = field(default_factory=list)
+    draft_seconds: float = 0.0  # of these
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def looped(
             began = perf_counter()
             (found,) = decode(target, proposer, [request], settings, draft_length=length)
             seconds = perf_counter() - began - found.prefill_seconds
-            return Answer(found.tokens, seconds, found.rounds)
+            return Answer(found.tokens, seconds, found.rounds, found.draft_seconds)
 
         return answer
 
@@ -133,11 +134,15 @@ def over(way: Timed, other: Timed, name: str) -> dict[str, float]:
     return spread([a / b for a, b in pairs], name)
 
 
-def predicted(timed: Timed, costs: PassCosts, draft_seconds: float, widest: int) -> float:
-    """How many times as fast as plain decoding its rounds make it, at the costs measured before."""
+def predicted(timed: Timed, costs: PassCosts, widest: int) -> float:
+    """How many times as fast as plain decoding its rounds make it.
+
+    Passes take what passes of their width took beforehand, and drafts what these drafts took.
+    """
     table = costs.table(widest + 1)
     rounds = [r for answer in timed.answers for r in answer.rounds]
-    spent = sum(table[r.num_drafted] + draft_seconds * r.num_drafted for r in rounds)
+    spent = sum(table[r.num_drafted] for r in rounds)
+    spent += sum(answer.draft_seconds for answer in timed.answers)
     return sum(r.num_kept + 1 for r in rounds) * table[0] / spent
 
 
@@ -158,7 +163,7 @@ def rows(
     """
     for way, by_component in found.items():
         for component in [*by_component, ALL]:
-            timed = _of(by_component, component)
+            timed = of_component(by_component, component)
             row: dict[str, Any] = {
                 "kind": "decode",
                 "format": way.format,
@@ -172,7 +177,7 @@ def rows(
             row |= spread(timed.tokens_per_second, "tokens_per_second")
             row["ms_per_token"] = 1e3 / row["tokens_per_second"]
             if way.plain is not None:
-                plain = _of(found[way.plain], component)
+                plain = of_component(found[way.plain], component)
                 row["acceptance_length"] = acceptance_length(timed)
                 row["outputs_equal_plain"] = all(
                     a.tokens == b.tokens for a, b in zip(timed.answers, plain.answers, strict=True)
@@ -180,11 +185,12 @@ def rows(
                 row |= over(timed, plain, "speculative_over_plain")
             elif way not in peers.values():
                 for name, peer in peers.items():
-                    row |= over(timed, _of(found[peer], component), f"plain_over_{name}")
+                    row |= over(timed, of_component(found[peer], component), f"plain_over_{name}")
             yield row
 
 
-def _of(by_component: Mapping[str, Timed], component: str) -> Timed:
+def of_component(by_component: Mapping[str, Timed], component: str) -> Timed:
+    """What a way took for one component, or for all together."""
     if component != ALL:
         return by_component[component]
     parts = by_component.values()

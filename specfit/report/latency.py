@@ -18,7 +18,7 @@ from specfit.report.document import (
     Table,
     Text,
 )
-from specfit.report.figures import estimate, number, share, yes_no
+from specfit.report.figures import count, estimate, number, share, yes_no
 
 Record = dict[str, Any]
 ALL = "all"
@@ -26,8 +26,8 @@ TERMS = {
     "tokens/s": "Tokens after an answer's first over the seconds they took, one request at a time, "
     "greedy: the median of the repetitions, with the least and the largest.",
     "over plain": "Tokens/s over those of the same weights without drafts, in the same repetition.",
-    "predicted": "The same ratio, of the rounds as they went and the costs of passes and of "
-    "drafted tokens that were measured beforehand.",
+    "predicted": "The same ratio, of the rounds as they went: of what passes of their widths took "
+    "beforehand, and what the drafts took.",
     "k": "Tokens drafted a round; `up to` where it follows what drafts cost and bring, down to 0.",
     "floor": "Bytes of weights, keys and values over the speed at which this machine reads memory, "
     "measured in the same run.",
@@ -57,7 +57,7 @@ def lead(record: Record) -> str:
     return (
         f"{_name(best)} with weights in {best['format']}: {best['tokens_per_second']:.1f} "
         f"tokens/s, {best['speculative_over_plain']:.2f} times plain decoding at "
-        f"{plain['tokens_per_second']:.1f}, on {record['num_threads']} threads "
+        f"{plain['tokens_per_second']:.1f}, on {count(record['num_threads'], 'thread')} "
         f"({record['cpu_path']})."
     )
 
@@ -66,8 +66,8 @@ def section(folder: Path, record: Record) -> Section:
     """The plot goes to `folder`."""
     blocks: list[Block] = [
         Text(
-            f"{record['num_threads']} threads of a {record['processor']} ({record['cpu_path']}), "
-            "which read memory at "
+            f"{count(record['num_threads'], 'thread')} of {record['processor']} "
+            f"({record['cpu_path']}); memory is read at "
             f"{record['read_bytes_per_second'] / 1e9:.1f} GB/s; a drafted token of the head takes "
             f"{record['draft_ms']:.2f} ms."
         ),
@@ -182,8 +182,8 @@ def _passes(record: Record) -> Table:
                 column
                 for width in widths
                 for column in (
-                    Column("ms", numeric=True, group=f"{width} tokens"),
-                    Column("of one", numeric=True, group=f"{width} tokens"),
+                    Column("ms", numeric=True, group=count(width, "token")),
+                    Column("of one", numeric=True, group=count(width, "token")),
                 )
             ),
         ],

@@ -6,21 +6,28 @@ from torch import Tensor, nn
 
 from specfit.draft_vocab import DraftVocab
 from specfit.speculators.eagle3 import Eagle3, RMSNorm
+from specfit_kernels import int8
 from specfit_kernels.cpu_layers import Rope
-from specfit_kernels.cpu_weights import CpuWeight, pack
+from specfit_kernels.cpu_weights import Activations, CpuWeight, pack
 from specfit_serve.eagle3 import Eagle3Weights
 
 
 @torch.no_grad()
 def eagle3_weights(
-    head: Eagle3, vocab: DraftVocab, embeddings: Float[Tensor, "vocab hidden"]
+    head: Eagle3,
+    vocab: DraftVocab,
+    embeddings: Float[Tensor, "vocab hidden"],
+    *,
+    in_int8: bool = False,
 ) -> Eagle3Weights:
-    """Packs a head in bf16, which is how heads are saved.
+    """Packs a head in bf16, which is how heads are saved, or in INT8.
 
     Args:
         head: on the CPU.
         vocab: what it drafts.
         embeddings: the target's.
+        in_int8: half the bytes, and int8 activations: it drafts in half the time what it nearly
+            always drafts.
 
     Raises:
         ValueError: its feed-forward layer is no SiLU one.
@@ -30,7 +37,11 @@ def eagle3_weights(
         raise ValueError(f"hidden_act must be silu for the CPU kernels, got {c.hidden_act}")
 
     def packed(name: str, *linears: nn.Linear) -> CpuWeight:
-        return pack([linear.weight.detach().bfloat16() for linear in linears], name=name)
+        weights = [linear.weight.detach() for linear in linears]
+        if in_int8:
+            parts = [int8.quantize(weight, name=name) for weight in weights]
+            return pack(parts, activations=Activations.int8, name=name)
+        return pack([weight.bfloat16() for weight in weights], name=name)
 
     attention, mlp = layer.self_attn, layer.mlp
     positions = torch.arange(c.max_position_embeddings)

@@ -196,19 +196,21 @@ class _Drafting:
         for name in ("ngram", "suffix", "eagle3", "hybrid"):
             yield self._way(name, self.config.max_draft_tokens, adaptive=True)
 
-    def predicted(self, row: dict[str, Any], found: Mapping[Way, Any]) -> dict[str, float]:
+    def predicted(
+        self, row: dict[str, Any], found: Mapping[Way, Mapping[str, Timed]]
+    ) -> dict[str, float]:
         """What a row's speed-up should be by its rounds and the costs of passes and drafts."""
-        if "speculative_over_plain" not in row or row["component"] == speeds.ALL:
+        if "speculative_over_plain" not in row:
             return {}
-        [timed] = [
-            by_component[row["component"]]
+        [by_component] = [
+            by_component
             for way, by_component in found.items()
             if (way.proposer, way.num_draft_tokens, way.adaptive)
             == (row["proposer"], row["num_draft_tokens"], row["adaptive"])
         ]
-        of_model = self.seconds if row["proposer"] in ("eagle3", "hybrid") else 0.0
-        widest = max(row["num_draft_tokens"], 1)
-        return {"predicted_over_plain": speeds.predicted(timed, self.costs, of_model, widest)}
+        timed = speeds.of_component(by_component, row["component"])
+        prediction = speeds.predicted(timed, self.costs, row["num_draft_tokens"])
+        return {"predicted_over_plain": prediction}
 
     def _way(self, name: str, k: int, *, adaptive: bool) -> Way:
         drafts = name in ("eagle3", "hybrid")
