@@ -32,7 +32,7 @@ from specfit_serve.ngram import NgramProposer, NoProposer
 from specfit_serve.protocols import DecodeTarget, Proposer
 from specfit_serve.suffix import SuffixProposer
 
-VERSION = 1
+VERSION = 2
 FIGURES = "bench.json"
 EDITS = "edits"  # the component of prompts whose answers copy
 EDIT = """Add the comment '# checked' as the first line of this file and show the whole file:
