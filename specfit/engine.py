@@ -31,6 +31,11 @@ class DecodeEngine:
     weights: LlamaWeights | GpuWeights | None = None
     heads_in_int8: bool = False  # on the CPU kernels
 
+    @property
+    def name(self) -> str:
+        """As `runtime.engine` has it."""
+        return (Engine.torch if self.weights is None else Engine.fp4).name
+
     def slots(
         self, *, num_slots: int, max_length: int, aux_layers: list[int] | None
     ) -> DecodeTarget:

@@ -114,27 +114,6 @@ def kernel(name: str, arch: int) -> Compiled:
     return compiled(LAUNCHES[name], arch)
 
 
-def loop_with(found: Compiled, *names: str) -> list[str]:
-    """The shortest loop with one of these instructions, closed by a jump on a condition.
-
-    Those without a condition go back from where a warp waited, into the middle of a loop.
-    """
-    instructions = found.instructions
-    places = {one: i for i, one in enumerate(instructions) if one.startswith(".L_x_")}
-    loops = []
-    for i, one in enumerate(instructions):
-        jump = re.match(r"(?:@!?U?P\w+ +BRA|BRA\.U)\b.*`\((\.L_x_\d+)\)", one)
-        if jump and places.get(jump[1], i) < i:
-            loop = [x for x in instructions[places[jump[1]] : i + 1] if x[0] != "."]
-            if count(loop, *names):
-                loops.append(loop)
-    return min(loops, key=len)
-
-
-def product_loop(found: Compiled) -> list[str]:
-    return loop_with(found, "HGMMA", "UTCHMMA", "HMMA")
-
-
 @pytest.mark.parametrize(("name", "arch"), ALL)
 def test_nothing_is_spilled_and_a_processor_has_room(name, arch):
     found = kernel(name, arch)
@@ -174,13 +153,13 @@ def test_a_weight_takes_no_more_instructions_than_it_did(name, arch, most):
     # At full memory speed there is time for 12 on an H200 and 8.7 on a B200.
     found = kernel(name, arch)
     weights = skinny_bf16.ROWS * skinny_bf16.STEP / (32 * found.num_warps)
-    assert len(product_loop(found)) / weights <= most
+    assert len(found.hot_loop) / weights <= most
 
 
 @pytest.mark.parametrize("arch", [90, 100, 120])
 def test_the_largest_of_a_token_takes_no_more_instructions_than_it_did(arch):
     found = kernel("silu", arch)
-    loop = loop_with(found, "MUFU")
+    loop = found.loop_with("MUFU")
     assert len(loop) / (2048 / (32 * found.num_warps)) <= 23.3
     # Loads are ahead of their use.
     assert count(loop, "LDG") == 0
@@ -200,7 +179,7 @@ def test_what_is_many_is_loaded_in_wide_parts(name, arch):
 
 def test_the_loop_of_a_head_waits_for_no_load():
     for arch in ARCHITECTURES:
-        loop = product_loop(kernel("head", arch))
+        loop = kernel("head", arch).hot_loop
         assert count(loop, "LDG") == 0
         assert count(loop, "LDGSTS") > 0
 

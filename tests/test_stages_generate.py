@@ -61,6 +61,7 @@ def test_greedy_answers_are_the_argmax_of_the_whole_model(words, model, conversa
 def test_held_out_conversations_are_not_answered(words, conversations):
     artifact = tiny_runs.run(words)
     figures = tiny_runs.read_json(artifact, "generate.json")
+    assert figures["engine"] == "fp4"
     assert figures["num_answers"] + figures["num_looped"] == len(conversations) == 10
     assert {row["id"] for row in tiny_runs.read_lines(artifact, "answers.jsonl")} <= set(
         conversations

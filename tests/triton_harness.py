@@ -97,16 +97,22 @@ class Compiled:
     def hot_loop(self) -> list[str]:
         """The shortest loop with a product on tensor cores.
 
-        Waiting loops and what is done before and after lie outside; a jump back from there makes
-        longer ones.
+        Waiting loops and what is done before and after lie outside.
+        """
+        return self.loop_with(*_PRODUCTS)
+
+    def loop_with(self, *names: str) -> list[str]:
+        """The shortest loop with one of these instructions, closed by a jump on a condition.
+
+        Those without a condition go back from where a warp waited, into the middle of a loop.
         """
         places = {one: i for i, one in enumerate(self.instructions) if one.startswith(".L_x_")}
         loops = []
         for i, one in enumerate(self.instructions):
-            jump = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", one)
+            jump = re.match(r"(?:@!?U?P\w+ +BRA|BRA\.U)\b.*`\((\.L_x_\d+)\)", one)
             if jump and places.get(jump[1], i) < i:
                 loop = [x for x in self.instructions[places[jump[1]] : i + 1] if x[0] != "."]
-                if count(loop, *_PRODUCTS):
+                if count(loop, *names):
                     loops.append(loop)
         return min(loops, key=len)
 

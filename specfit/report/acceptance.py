@@ -37,6 +37,7 @@ class Acceptance:
     confidence: Number | None
     device: str | None
     num_threads: int | None
+    engine: str | None  # torch: transformers ran the target; fp4: our kernels
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Acceptance":
@@ -54,6 +55,7 @@ class Acceptance:
             record.get("confidence"),
             record.get("device"),
             record.get("num_threads"),
+            record.get("engine"),
         )
 
     @cached_property

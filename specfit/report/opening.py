@@ -30,6 +30,8 @@ def lead(measured: Acceptance, provenance: dict[str, Any]) -> str:
     device = measured.device or "an unnamed device"
     if measured.num_threads is not None:
         device += f" with {count(measured.num_threads, 'thread')}"
+    if measured.engine:
+        device += f", by {'transformers' if measured.engine == 'torch' else 'our kernels'}"
     ks = sorted({r["num_draft_tokens"] for r in measured.rows if r["proposer"] == measured.head})
     choice = f", the fastest of {', '.join(map(str, ks))}," if len(ks) > 1 else ""
     return (

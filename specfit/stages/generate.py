@@ -105,7 +105,7 @@ def _answer(
     target = engine.target
     flops = target.info.forward_flops(num_prompt_tokens + num_tokens, num_tokens)
     shape = (config.batch_size, target.info.intermediate_size, target.info.hidden_size)
-    return speed(
+    figures = speed(
         num_tokens=num_tokens,
         flops=flops,
         seconds=seconds,
@@ -113,6 +113,7 @@ def _answer(
         device=target.device,
         dtype=target.model.dtype,
     )
+    return {"engine": engine.name} | figures
 
 
 def _row(conversation: dict[str, Any], answer: Decoded) -> dict[str, Any]:

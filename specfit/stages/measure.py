@@ -56,6 +56,7 @@ def run(
             "heads": _heads(bench, ways, measured),
             "confidence": config.confidence,
             "device": str(engine.target.device),
+            "engine": engine.name,
             "num_threads": torch.get_num_threads(),
         },
     )
