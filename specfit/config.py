@@ -308,7 +308,7 @@ class ReportConfig:
 
 @dataclass
 class RuntimeConfig:
-    """Where and how a run happens. It changes what is made by rounding at most: it is not hashed."""
+    """Where and how a run happens. It changes results by rounding at most, so it is not hashed."""
 
     root: str = "artifacts"
     device: str = "auto"  # auto | cpu | cuda | cuda:1
