@@ -29,7 +29,7 @@ from specfit_data.sources import commit_of, local_file
 
 
 def recipes_of(cfg: RunConfig, location: Location, digests: Path) -> dict[str, Recipe]:
-    """The recipe of each stage of the path, in order."""
+    """The recipe of each stage of the path, in order; `bench` is on it where it is asked for."""
     found: dict[str, Recipe] = {}
 
     def add(stage: Stage, version: int, params: dict[str, Any], inputs: str) -> None:
@@ -77,8 +77,10 @@ def recipes_of(cfg: RunConfig, location: Location, digests: Path) -> dict[str, R
     }
     add(Stage.measure, measure.VERSION, measuring, f"{served} prompts train")
     add(Stage.export, export.VERSION, {"seed": cfg.seed}, f"{served} train")
-    machine = {"processor": bench.processor(), "num_threads": cfg.runtime.num_threads}
-    add(Stage.bench, bench.VERSION, asdict(cfg.bench) | machine, f"{served} prompts measure train")
+    if cfg.stage is Stage.bench or cfg.report.bench:
+        timing = asdict(cfg.bench) | {"num_threads": cfg.runtime.num_threads}
+        timing["processor"] = bench.processor()
+        add(Stage.bench, bench.VERSION, timing, f"{served} prompts measure train")
     shown = {"profile": asdict(cfg.profile), "sweep": _sweep(cfg.report.sweep)}
     quantized = "quantize" if served == "quantize" else ""
     timed = "bench" if cfg.report.bench else ""

@@ -102,19 +102,21 @@ class Compiled:
         return self.loop_with(*_PRODUCTS)
 
     def loop_with(self, *names: str) -> list[str]:
-        """The shortest loop with one of these instructions, closed by a jump on a condition.
+        """The shortest loop with one of these instructions.
 
-        Those without a condition go back from where a warp waited, into the middle of a loop.
+        A jump back without a condition comes from where a warp waited, into the middle of a loop;
+        unless all are such: then the loop's condition stands at its head.
         """
         places = {one: i for i, one in enumerate(self.instructions) if one.startswith(".L_x_")}
-        loops = []
+        loops: dict[bool, list[list[str]]] = {True: [], False: []}
         for i, one in enumerate(self.instructions):
-            jump = re.match(r"(?:@!?U?P\w+ +BRA|BRA\.U)\b.*`\((\.L_x_\d+)\)", one)
+            jump = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", one)
             if jump and places.get(jump[1], i) < i:
                 loop = [x for x in self.instructions[places[jump[1]] : i + 1] if x[0] != "."]
                 if count(loop, *names):
-                    loops.append(loop)
-        return min(loops, key=len)
+                    has_condition = one.startswith(("@", "BRA.U"))
+                    loops[has_condition].append(loop)
+        return min(loops[True] or loops[False], key=len)
 
     def _tool(self, name: str, *options: str) -> str:
         """What one of the disassemblers in Triton's wheel says."""
