@@ -55,28 +55,23 @@ class GpuTarget:
         Raises:
             ValueError: `max_length` is beyond the model's context, or `num_pages` not even one.
         """
-        limit = len(weights.rope.cosines)
-        if max_length > limit:
-            raise ValueError(
-                f"a sequence of {max_length} tokens does not fit the target's context of {limit}"
-            )
-        if num_pages is None:
-            num_pages = num_slots * -(-max_length // PAGE)
-        if num_pages < 1:
-            raise ValueError(f"num_pages must be at least 1, got {num_pages}")
+        self.pages = PageTable.of_target(
+            context=len(weights.rope.cosines),
+            num_slots=num_slots,
+            max_length=max_length,
+            page=PAGE,
+            num_pages=num_pages,
+        )
         self.weights = weights
         self.device = weights.embeddings.device
         self.aux_layers = aux_layers
         self.num_slots = num_slots
         self.max_length = max_length
-        self.num_columns = num_pages * PAGE
+        self.num_columns = self.pages.num_columns
         self.vocab_size = len(weights.head)
         self.eos_ids = weights.eos_ids
-        self.pages = PageTable(
-            num_slots=num_slots, max_length=max_length, page=PAGE, num_pages=num_pages + 1
-        )
         self._kv = [
-            KVPages.empty(num_pages + 1, weights.num_kv_heads, weights.head_dim, self.device)
+            KVPages.empty(self.pages.num_pages, weights.num_kv_heads, weights.head_dim, self.device)
             for _ in weights.layers
         ]
         self._table = self.pages.table.int().to(self.device)

@@ -22,6 +22,7 @@ class PageTable:
             num_pages: of all slots together, page 0 included.
         """
         self.page = page
+        self.num_pages = num_pages
         self.max_length = max_length
         pages_per_slot = -(-max_length // page)
         self.table: Int64[Tensor, "slots pages"] = torch.zeros(
@@ -29,6 +30,32 @@ class PageTable:
         )
         self._held = [0] * num_slots
         self._free = list(range(num_pages - 1, 0, -1))  # the lowest is given first
+
+    @classmethod
+    def of_target(
+        cls, *, context: int, num_slots: int, max_length: int, page: int, num_pages: int | None
+    ) -> "PageTable":
+        """Those of a model whose positions end at `context`.
+
+        `num_pages` are without page 0; None: as many as full slots take.
+
+        Raises:
+            ValueError: `max_length` is beyond the context, or `num_pages` not even one.
+        """
+        if max_length > context:
+            raise ValueError(
+                f"a sequence of {max_length} tokens does not fit the target's context of {context}"
+            )
+        if num_pages is None:
+            num_pages = num_slots * -(-max_length // page)
+        if num_pages < 1:
+            raise ValueError(f"num_pages must be at least 1, got {num_pages}")
+        return cls(num_slots=num_slots, max_length=max_length, page=page, num_pages=num_pages + 1)
+
+    @property
+    def num_columns(self) -> int:
+        """That sequences have room for, all together."""
+        return (self.num_pages - 1) * self.page
 
     @property
     def num_free(self) -> int:

@@ -28,7 +28,7 @@ _DEFAULT_COLUMNS = 512
 
 
 class _Defaults(ctypes.Structure):
-    """Parameters of any kind, of which none is read here; larger than all of them."""
+    """Parameters of any kind, of which only the first is known here; larger than all of them."""
 
     _fields_ = (("first", ctypes.c_uint32), ("rest", ctypes.c_char * 1020))
 
