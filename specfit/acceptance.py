@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from specfit.mix import mixed_acceptance_length, mixed_change, mixed_interval
+from specfit.mix import Sessions, mixed_acceptance_length, mixed_change, mixed_interval
 from specfit_serve.bootstrap import acceptance_interval
 from specfit_serve.stats import DecodeStats, Round
 
@@ -27,12 +27,36 @@ class Measured:
     finish_reason: str
     loop_start: int | None
     rounds: list[list[int]]  # start, num_drafted, num_kept of each
+    turn: int = 0  # of its session
+
+    @property
+    def session(self) -> str:
+        """The id of its session's first request."""
+        return session_id(self.id)
 
     def stats(self, first: int = 0, last: int | None = None) -> DecodeStats:
         """Of the rounds that start at answer tokens first..last-1, those of a loop left out."""
         end = min(x for x in (last, self.loop_start, len(self.tokens) + 1) if x is not None)
         rounds = [Round(*r) for r in self.rounds if first <= r[0] < end]
         return DecodeStats.from_rounds(rounds, self.num_draft_tokens)
+
+
+def request_id(session: str, turn: int) -> str:
+    """Of a session's request; the first one's is the session's."""
+    return f"{session}#{turn}" if turn else session
+
+
+def session_id(request: str) -> str:
+    """Of the session that a request belongs to."""
+    return request.partition("#")[0]
+
+
+def by_session(measured: Sequence[Measured]) -> dict[str, list[DecodeStats]]:
+    """The stats of the requests of each session."""
+    found: dict[str, list[DecodeStats]] = {}
+    for m in measured:
+        found.setdefault(m.session, []).append(m.stats())
+    return found
 
 
 @dataclass(frozen=True)
@@ -65,9 +89,11 @@ def component_row(
     per_request = [m.stats() for m in measured]
     pooled = sum(per_request[1:], per_request[0])
     row = _row(first.component, first, pooled, len(measured))
+    row["num_sessions"] = len({m.session for m in measured})
     if pooled.num_rounds:
+        sessions = [sum(own[1:], own[0]) for own in by_session(measured).values()]
         low, high = acceptance_interval(
-            per_request, intervals.num_bootstrap, intervals.confidence, intervals.seed
+            sessions, intervals.num_bootstrap, intervals.confidence, intervals.seed
         )
         lengths = [s.acceptance_length for s in per_request if s.num_rounds]
         row |= {
@@ -79,6 +105,7 @@ def component_row(
     early_pooled = sum(early[1:], early[0])
     row["first_20_acceptance_length"] = _length(early_pooled)
     row["by_context"] = _by_context(measured)
+    row["by_turn"] = _by_turn(measured)
     row["num_looped"] = sum(m.loop_start is not None for m in measured)
     return row | _speed(timed)
 
@@ -90,8 +117,8 @@ def mix_row(
     intervals: Intervals,
 ) -> dict[str, Any]:
     """The same of the whole profile: tokens over rounds, components by their share of requests."""
-    stats = {name: [m.stats() for m in own] for name, own in measured.items()}
-    everything = [s for own in stats.values() for s in own]
+    stats = {name: list(by_session(own).values()) for name, own in measured.items()}
+    everything = [s for own in stats.values() for session in own for s in session]
     first = next(iter(measured.values()))[0]
     row = _row("all", first, sum(everything[1:], everything[0]), len(everything))
     if len({own[0].temperature for own in measured.values()}) > 1:
@@ -112,6 +139,7 @@ def mix_row(
     # By position a mix has no one figure here: its rounds are weighted, not counted.
     for name in ("acceptance_by_position", "conditional_acceptance"):
         del row[name]
+    row["num_sessions"] = sum(map(len, stats.values()))
     row["num_looped"] = sum(m.loop_start is not None for own in measured.values() for m in own)
     return row | _mixed_speed(stats, timed, weights)
 
@@ -126,20 +154,24 @@ def changes(
 
     A component none of whose requests has a round on both sides is left out.
     """
-    pairs = {m.id: (m, next(a for a in after if a.id == m.id)) for m in before}
-    by_component: dict[str, list[tuple[DecodeStats, DecodeStats]]] = {}
-    for name, pair in ((m.component, (m.stats(), a.stats())) for m, a in pairs.values()):
+    others = {m.id: m for m in after}
+    by_component: dict[str, dict[str, list[tuple[DecodeStats, DecodeStats]]]] = {}
+    for m in before:
+        pair = (m.stats(), others[m.id].stats())
         if pair[0].num_rounds and pair[1].num_rounds:
-            by_component.setdefault(name, []).append(pair)
+            by_component.setdefault(m.component, {}).setdefault(m.session, []).append(pair)
     rows = []
     shown = [[name] for name in weights if name in by_component]
     for names in [*shown, [*by_component]] if len(shown) > 1 else shown:
-        old, new = ({n: [pair[i] for pair in by_component[n]] for n in names} for i in (0, 1))
+        old, new = (
+            {n: [[pair[i] for pair in own] for own in by_component[n].values()] for n in names}
+            for i in (0, 1)
+        )
         change, low, high = mixed_change(old, new, weights, **asdict(intervals))
         rows.append(
             {
                 "component": names[0] if len(names) == 1 else "all",
-                "num_prompts": sum(map(len, old.values())),
+                "num_prompts": sum(len(own) for found in old.values() for own in found),
                 "acceptance_length_before": mixed_acceptance_length(old, weights),
                 "acceptance_length_after": mixed_acceptance_length(new, weights),
                 "acceptance_length_change": change,
@@ -148,6 +180,25 @@ def changes(
             }
         )
     return rows
+
+
+def worst_component(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The row of the fitted head, at its best k, whose interval begins lowest.
+
+    Raises:
+        ValueError: no component of a head was measured.
+    """
+    own = [r for r in rows if r.get("coverage") is not None and r["acceptance_length"] is not None]
+    if not own:
+        raise ValueError("acceptance.json must have a component of a head with rounds, got none")
+    best: dict[tuple[str, float], Mapping[str, Any]] = {}
+    for row in own:
+        place = (row["component"], row["temperature"])
+        if row["proposer"] == own[0]["proposer"] and (
+            place not in best or row["acceptance_length_low"] > best[place]["acceptance_length_low"]
+        ):
+            best[place] = row
+    return min(best.values(), key=lambda row: float(row["acceptance_length_low"]))
 
 
 def _row(component: str, first: Measured, stats: DecodeStats, num_prompts: int) -> dict[str, Any]:
@@ -191,6 +242,18 @@ def _by_context(measured: Sequence[Measured]) -> list[dict[str, Any]]:
     return rows
 
 
+def _by_turn(measured: Sequence[Measured]) -> list[dict[str, Any]]:
+    """Rounds by the turn of the session that they are of, from 1."""
+    rows = []
+    for turn in sorted({m.turn for m in measured}):
+        own = [m for m in measured if m.turn == turn]
+        stats = sum((m.stats() for m in own[1:]), own[0].stats())
+        if stats.num_rounds:
+            row = {"turn": turn + 1, "num_prompts": len(own), "num_rounds": stats.num_rounds}
+            rows.append(row | {"acceptance_length": stats.acceptance_length})
+    return rows
+
+
 def _speed(timed: Sequence[Timed]) -> dict[str, Any]:
     """Tokens a second of decoding alone, prefill left out; low and high are the range of prompts.
 
@@ -212,7 +275,7 @@ def _speed(timed: Sequence[Timed]) -> dict[str, Any]:
 
 
 def _mixed_speed(
-    stats: Mapping[str, Sequence[DecodeStats]],
+    stats: Mapping[str, Sessions],
     timed: Mapping[str, Sequence[Timed]],
     weights: Mapping[str, float],
 ) -> dict[str, Any]:
@@ -222,7 +285,10 @@ def _mixed_speed(
         return {}
     # By component, tokens of the requests that one request of the mix stands for: of the answers
     # measured, since those timed are cut short.
-    tokens = {n: weights[n] * sum(s.num_tokens for s in stats[n]) / len(stats[n]) for n in timed}
+    tokens: dict[str, float] = {}
+    for name in timed:
+        requests = [s.num_tokens for session in stats[name] for s in session]
+        tokens[name] = weights[name] * sum(requests) / len(requests)
 
     def rate(figure: str) -> float:
         return sum(tokens.values()) / sum(tokens[n] / speeds[n][figure] for n in tokens)

@@ -1,5 +1,9 @@
 """Checks of what a user configures, and of what was made."""
 
+from typing import Any
+
+MISSING: Any = "???"  # what a user must give: omegaconf's mark, for files that do not import it
+
 
 class GateRejected(ValueError):  # noqa: N818
     """What was made is not good enough; it is kept."""

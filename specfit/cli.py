@@ -29,8 +29,6 @@ from specfit.files import write_json
 log = logging.getLogger(__name__)
 config.register()
 
-HERE = Path(__file__).parent
-CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"  # a wheel | a checkout
 # What a user did, or the machine: said in one line. Anything else is ours, and shows its traceback.
 USER_ERRORS = (
     *(ValueError, TypeError, OSError, ModuleNotFoundError),
@@ -63,7 +61,7 @@ def main() -> None:
         sys.exit(130)
 
 
-@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+@hydra.main(version_base="1.3", config_path=str(config.CONF), config_name="config")
 def _app(cfg: DictConfig) -> None:
     try:
         _job(config.typed(cfg))

@@ -3,14 +3,24 @@
 import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
+from pathlib import Path
+from typing import cast
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from specfit.checks import require, require_positive
 from specfit.latency.config import BenchConfig
+from specfit.measure_config import MeasureConfig
+from specfit.prediction.config import HardwareConfig, PredictConfig
 from specfit.quantization.config import QuantizeConfig
+from specfit.traffic.config import FitConfig, ProfileConfig
+from specfit.traffic.fingerprint_config import DriftConfig, FingerprintConfig
+from specfit.training.config import TrainConfig
 from specfit_data.sources import Source
+
+HERE = Path(__file__).parent
+CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"  # a wheel | a checkout
 
 
 class Stage(Enum):
@@ -19,16 +29,20 @@ class Stage(Enum):
     status = 0
     target = 1
     prompts = 2
-    sensitivity = 3
-    quantize = 4
-    generate = 5
-    fit = 6
-    extract = 7
-    train = 8
-    measure = 9
-    export = 10
-    bench = 11
-    report = 12
+    profile = 3
+    fingerprint = 4
+    sensitivity = 5
+    quantize = 6
+    generate = 7
+    fit = 8
+    extract = 9
+    train = 10
+    measure = 11
+    drift = 12
+    predict = 13
+    export = 14
+    bench = 15
+    report = 16
 
 
 class LossOn(Enum):
@@ -113,34 +127,6 @@ class DataConfig:
 
 
 @dataclass
-class ComponentConfig:
-    """One kind of traffic."""
-
-    name: str = MISSING
-    weight: float = 1.0  # share of the requests
-    sources: list[str] = MISSING  # names in data.sources; held-out ones are only measured on
-    temperature: float = 0.0  # at which this traffic is served
-
-
-@dataclass
-class ProfileConfig:
-    """What the traffic is: a fixed list of weighted components."""
-
-    name: str = MISSING
-    components: list[ComponentConfig] = MISSING
-
-    def __post_init__(self) -> None:
-        require(len(self.components) > 0, "profile.components", "not be empty", self.components)
-        names = [c.name for c in self.components]
-        require(len(set(names)) == len(names), "profile.components", "have distinct names", names)
-        for i, c in enumerate(self.components):
-            key = f"profile.components[{i}]"
-            require(c.weight > 0, f"{key}.weight", "be positive", c.weight)
-            require(len(c.sources) > 0, f"{key}.sources", "not be empty", c.sources)
-            require(c.temperature >= 0, f"{key}.temperature", "be at least 0", c.temperature)
-
-
-@dataclass
 class GenerateConfig:
     """The target's own answers to the prompts."""
 
@@ -210,99 +196,11 @@ class SpeculatorConfig:
 
 
 @dataclass
-class TrainConfig:
-    """How one speculator is trained."""
-
-    ttt_steps: int = 4  # drafting steps unrolled in training (EAGLE-3's training-time test)
-    step_decay: float = 0.8  # weight of step s in the loss: step_decay ** s
-    # A sum of kl, tv, lk and ce, each with an optional factor: `lk`, `0.5*kl+0.5*tv`.
-    loss: str = "kl"
-    # Keep the target's own rows: rare tokens stay as good as they are there, and a third of the
-    # head's products is saved. Worth training with much more data than tokens in the vocabulary.
-    freeze_lm_head: bool = True
-    epochs: int = 8
-    pack_tokens: int = 2048  # tokens a pack: documents side by side that do not see each other
-    packs_per_step: int = 1  # packs an optimizer step, over all processes
-    lr: float = 1e-3
-    min_lr_share: float = 0.02  # the cosine ends at this share of lr
-    warmup_share: float = 0.05  # of all optimizer steps
-    weight_decay: float = 0.0
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    max_grad_norm: float = 1.0
-    evals: int = 8  # measurements of acceptance on validation conversations, evenly spaced
-    eval_draft_tokens: int = 4  # tokens drafted a round in those measurements
-    save_every_s: float = 60.0  # seconds between checkpoints to resume from
-
-    def __post_init__(self) -> None:
-        counts = ("ttt_steps", "epochs", "pack_tokens", "packs_per_step", "evals")
-        require_positive(self, "train", *counts, "eval_draft_tokens")
-        for name in ("lr", "max_grad_norm", "step_decay"):
-            require(getattr(self, name) > 0, f"train.{name}", "be positive", getattr(self, name))
-        require(self.weight_decay >= 0, "train.weight_decay", "be at least 0", self.weight_decay)
-        pair = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        require(pair, "train.betas", "be two numbers in [0, 1)", self.betas)
-        for name in ("min_lr_share", "warmup_share"):
-            value = getattr(self, name)
-            require(0 <= value <= 1, f"train.{name}", "lie in [0, 1]", value)
-
-
-@dataclass
-class MeasureConfig:
-    """Draft-and-verify decoding of held-out conversations."""
-
-    num_draft_tokens: list[int] = field(default_factory=lambda: [4])
-    # null: each component's own; a list: measured at each of these
-    temperatures: list[float] | None = None
-    max_new_tokens: int = 128
-    batch_size: int = 8  # sequences decoded at once; tokens/s are measured at one
-    num_timed: int = 3  # prompts of each component decoded alone, for tokens/s
-    num_bootstrap: int = 2000  # resamples of the prompts behind each interval
-    confidence: float = 0.95
-    ngram_min: int = 2  # the shortest and longest suffix that prompt lookup matches
-    ngram_max: int = 4
-    # Heads to measure beside the fitted one, by the names they get: folders of `train` artifacts.
-    speculators: dict[str, str] = field(default_factory=dict)
-    # Under quantize.budget: also fit a head to the target before it was quantized, and measure it.
-    full_precision_head: bool = False
-
-    def __post_init__(self) -> None:
-        ks = self.num_draft_tokens
-        distinct = len(set(ks)) == len(ks) > 0 and min(ks) >= 1
-        require(distinct, "measure.num_draft_tokens", "be distinct numbers from 1 on", ks)
-        temperatures = self.temperatures
-        distinct = temperatures is None or len(set(temperatures)) == len(temperatures) > 0
-        require(distinct, "measure.temperatures", "be null or distinct numbers", temperatures)
-        require_positive(
-            self,
-            "measure",
-            "max_new_tokens",
-            "batch_size",
-            "num_timed",
-            "num_bootstrap",
-            "ngram_min",
-        )
-        taken = {"none", "ngram", "eagle3", "full_precision"} & set(self.speculators)
-        require(not taken, "measure.speculators", "have names of their own", ", ".join(taken))
-        require(0 < self.confidence < 1, "measure.confidence", "lie in (0, 1)", self.confidence)
-        require(
-            self.ngram_max >= self.ngram_min,
-            "measure.ngram_max",
-            f"be at least measure.ngram_min ({self.ngram_min})",
-            self.ngram_max,
-        )
-        require(
-            all(t >= 0 for t in self.temperatures or []),
-            "measure.temperatures",
-            "be at least 0 each",
-            self.temperatures,
-        )
-
-
-@dataclass
 class ReportConfig:
     """What the page shows."""
 
     sweep: str | None = None  # a multirun folder: compare its jobs in one table
+    matrix: str | None = None  # a multirun folder over profiles: each head on each profile
     bench: bool = False  # latency, too: `stage=bench` is made first
 
 
@@ -343,10 +241,15 @@ class RunConfig:
     profile: ProfileConfig = MISSING
     quantize: QuantizeConfig = MISSING
     generate: GenerateConfig = MISSING
+    fit: FitConfig = MISSING
     extract: ExtractConfig = MISSING
     speculator: SpeculatorConfig = MISSING
     train: TrainConfig = MISSING
     measure: MeasureConfig = MISSING
+    hardware: HardwareConfig = MISSING
+    predict: PredictConfig = MISSING
+    fingerprint: FingerprintConfig = MISSING
+    drift: DriftConfig = MISSING
     bench: BenchConfig = MISSING
     report: ReportConfig = MISSING
     runtime: RuntimeConfig = MISSING
@@ -367,6 +270,20 @@ def typed(cfg: DictConfig) -> RunConfig:
     assert isinstance(run, RunConfig)
     _reject_unknown(run, "")
     return run
+
+
+def job_config(folder: Path) -> RunConfig:
+    """What a job of a sweep ran with, from the folder that Hydra gave it.
+
+    Raises:
+        FileNotFoundError: it holds no configuration.
+        ValueError: as `typed`; the job may be of another version.
+    """
+    path = folder / ".hydra" / "config.yaml"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} must be the folder of a job, it has no {path.name}")
+    schema = OmegaConf.structured(RunConfig)
+    return typed(cast(DictConfig, OmegaConf.merge(schema, OmegaConf.load(path))))
 
 
 def _reject_unknown(node: object, path: str) -> None:

@@ -38,6 +38,13 @@ def write_json(path: Path, value: object) -> None:
     write_text(path, dumps(value, indent=2) + "\n")
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """An object that `write_json` wrote."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert isinstance(found, dict)
+    return found
+
+
 def append_jsonl(path: Path, rows: Iterable[object]) -> None:
     """Appends a line for each of `rows`, on the disk when this returns.
 

@@ -3,19 +3,33 @@
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from specfit.acceptance import Intervals, Measured
+from specfit.acceptance import Intervals, Measured, request_id
 from specfit.answering import answer
 from specfit.artifacts import Artifact
-from specfit.config import MeasureConfig, ProfileConfig
 from specfit.engine import DecodeEngine
 from specfit.files import append_jsonl, read_jsonl
+from specfit.measure_config import MeasureConfig
 from specfit.targets.vocabulary import token_classes
+from specfit.traffic.config import ProfileConfig
 from specfit.training.checkpoints import load_head
 from specfit_serve.decode import Decoded, DecodeSettings, Request
 from specfit_serve.ngram import NgramProposer, NoProposer
 from specfit_serve.protocols import DecodeTarget, Proposer
+
+
+@runtime_checkable
+class Answered(Protocol):
+    """An answer that a session goes on from."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of the answer, the one that ended it included."""
+
+    @property
+    def finish_reason(self) -> str:
+        """`stop` where the model ended it."""
 
 
 def held_out(prompts: Artifact) -> list[dict[str, Any]]:
@@ -73,11 +87,10 @@ class Bench:
                     f"the head {speculators[name].path} must be of a target with {own[0]} channels "
                     f"and {own[1]} tokens, got {sizes[0]} and {sizes[1]}"
                 )
-        longest = max(len(row["prompt_ids"]) for row in conversations)
+        longest = max(_most_tokens(row, config.max_new_tokens) for row in conversations)
         # Where the target's context ends answers, it ends those of all ways at the same token.
         self.max_tokens = min(
-            longest + config.max_new_tokens,
-            target.info.max_position_embeddings - max(config.num_draft_tokens),
+            longest, target.info.max_position_embeddings - max(config.num_draft_tokens)
         )
         self._slots: tuple[object, DecodeTarget] | None = None
 
@@ -112,6 +125,21 @@ class Bench:
         """At which a component is decoded."""
         return self.temperatures[component] if way.temperature is None else way.temperature
 
+    def go_on(self, answered: Measured) -> None:
+        """Adds the next request of a session, now that the answer before it is known.
+
+        A session ends with an answer that loops, or where the target's context is full.
+        """
+        row = self.by_id[answered.id]
+        following = row.get("follow_ups", [])
+        if answered.turn == len(following) or answered.finish_reason == "repetition":
+            return
+        prompt = joined(row["prompt_ids"], answered, following[answered.turn], row["end_ids"])
+        turn = answered.turn + 1
+        if len(prompt) < self.max_tokens:
+            request = row | {"id": request_id(answered.session, turn), "prompt_ids": prompt}
+            self.by_id[request["id"]] = request | {"turn": turn}
+
     def decode(
         self, way: Way, ids: list[str], num_slots: int, max_new_tokens: int, label: str | None
     ) -> Iterator[Decoded]:
@@ -121,6 +149,7 @@ class Bench:
                 i,
                 self.by_id[i]["prompt_ids"],
                 self.temperature(way, self.by_id[i]["component"]),
+                _limit(self.by_id[i]),
             )
             for i in ids
         ]
@@ -140,33 +169,70 @@ class Bench:
         )
 
 
-def decode_all(journal: Path, bench: Bench, way: Way) -> None:
-    """Adds all conversations to the journal, decoded many at once; those in it are left out."""
+def joined(
+    prompt: list[int], answered: Answered, following: list[int], end_ids: list[int]
+) -> list[int]:
+    """The prompt of a session's next request.
+
+    An answer that was cut short is ended first, by the template's own end of a turn.
+    """
+    ended = [] if answered.finish_reason == "stop" else end_ids
+    return prompt + answered.tokens + ended + following
+
+
+def _limit(row: dict[str, Any]) -> int | None:
+    """The most tokens of its answer, where the profile says."""
+    limits: list[int] | None = row.get("output_limits")
+    return None if limits is None else limits[row.get("turn", 0)]
+
+
+def _most_tokens(row: dict[str, Any], max_new_tokens: int) -> int:
+    """Of a session, its last answer included."""
+    following = row.get("follow_ups", [])
+    later = sum(len(ids) + len(row["end_ids"]) for ids in following)
+    return len(row["prompt_ids"]) + later + (len(following) + 1) * max_new_tokens
+
+
+def decode_all(journal: Path, bench: Bench, way: Way, *, leads: bool = False) -> None:
+    """Adds all requests to the journal, decoded many at once; those in it are left out.
+
+    The answers of a way that leads are what the sessions go on from, in all ways: so all ways
+    answer the same requests.
+    """
     done = set()
     if journal.exists():
-        rows = read_jsonl(journal, tolerate_truncated_tail=True)
-        done = {row["id"] for row in rows if is_of(bench, way, row)}
-    ids = [i for i in bench.by_id if i not in done]
-    if not ids:
-        return
+        for row in read_jsonl(journal, tolerate_truncated_tail=True):
+            if is_of(bench, way, row):
+                done.add(row["id"])
+                if leads:
+                    bench.go_on(Measured(**row))
     limit = bench.config.max_new_tokens
-    num_slots = min(bench.config.batch_size, len(bench.by_id))
-    label = f"measure {way.proposer} k={way.num_draft_tokens}"
-    for answered in bench.decode(way, ids, num_slots, limit, label):
-        conversation = bench.by_id[answered.id]
-        found = Measured(
-            id=answered.id,
-            component=conversation["component"],
-            proposer=way.proposer,
-            temperature=bench.temperature(way, conversation["component"]),
-            num_draft_tokens=way.num_draft_tokens,
-            num_prompt_tokens=len(conversation["prompt_ids"]),
-            tokens=answered.tokens,
-            finish_reason=answered.finish_reason,
-            loop_start=answered.loop_start,
-            rounds=[[r.start, r.num_drafted, r.num_kept] for r in answered.rounds],
-        )
-        append_jsonl(journal, [asdict(found)])
+    while ids := [i for i in bench.by_id if i not in done]:
+        num_slots = min(bench.config.batch_size, len(bench.by_id))
+        label = f"measure {way.proposer} k={way.num_draft_tokens}"
+        for answered in bench.decode(way, ids, num_slots, limit, label):
+            found = _measured(bench, way, answered)
+            append_jsonl(journal, [asdict(found)])
+            done.add(found.id)
+            if leads:
+                bench.go_on(found)
+
+
+def _measured(bench: Bench, way: Way, answered: Decoded) -> Measured:
+    conversation = bench.by_id[answered.id]
+    return Measured(
+        id=answered.id,
+        component=conversation["component"],
+        proposer=way.proposer,
+        temperature=bench.temperature(way, conversation["component"]),
+        num_draft_tokens=way.num_draft_tokens,
+        num_prompt_tokens=len(conversation["prompt_ids"]),
+        tokens=answered.tokens,
+        finish_reason=answered.finish_reason,
+        loop_start=answered.loop_start,
+        rounds=[[r.start, r.num_drafted, r.num_kept] for r in answered.rounds],
+        turn=conversation.get("turn", 0),
+    )
 
 
 def is_of(bench: Bench, way: Way, row: dict[str, Any]) -> bool:

@@ -3,6 +3,9 @@
 A component's weight is its share of the requests. Acceptance length is tokens over rounds, so in a
 mix a component counts by the rounds that its requests take: a mean of the components' lengths,
 weighted by requests, would be wrong.
+
+Figures are of sessions, each with the stats of its requests. The requests of a session are alike,
+so sessions are what is resampled.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,38 +16,43 @@ from torch import Tensor
 
 from specfit_serve.stats import DecodeStats
 
+Sessions = Sequence[Sequence[DecodeStats]]
 
-def mixed_acceptance_length(
-    stats: Mapping[str, Sequence[DecodeStats]], weights: Mapping[str, float]
-) -> float:
-    """Tokens a round of the mix, from the stats of each component's requests.
+
+def each_alone(requests: Sequence[DecodeStats]) -> Sessions:
+    """Requests as sessions of one."""
+    return [[stats] for stats in requests]
+
+
+def mixed_acceptance_length(stats: Mapping[str, Sessions], weights: Mapping[str, float]) -> float:
+    """Tokens a round of the mix, from the stats of each component's sessions.
 
     Components without a round say nothing and are left out; nan when none has one.
     """
     tokens = rounds = 0.0
-    for name, requests in stats.items():
-        if requests:
-            share = weights[name] / len(requests)
-            tokens += share * sum(s.num_tokens for s in requests)
-            rounds += share * sum(s.num_rounds for s in requests)
+    for name, sessions in stats.items():
+        if sessions:
+            counts = _counts(sessions).sum(0).tolist()
+            tokens += weights[name] * counts[0] / counts[2]
+            rounds += weights[name] * counts[1] / counts[2]
     return tokens / rounds if rounds else float("nan")
 
 
 def mixed_interval(
-    stats: Mapping[str, Sequence[DecodeStats]],
+    stats: Mapping[str, Sessions],
     weights: Mapping[str, float],
     *,
     num_bootstrap: int,
     confidence: float,
     seed: int,
 ) -> tuple[float, float]:
-    """The percentile interval of `mixed_acceptance_length`: requests resampled by component."""
+    """The percentile interval of `mixed_acceptance_length`: sessions resampled by component."""
     return _percentiles(_resampled(stats, weights, num_bootstrap, seed), confidence)
 
 
 def mixed_change(
-    before: Mapping[str, Sequence[DecodeStats]],
-    after: Mapping[str, Sequence[DecodeStats]],
+    before: Mapping[str, Sessions],
+    after: Mapping[str, Sessions],
     weights: Mapping[str, float],
     *,
     num_bootstrap: int,
@@ -53,7 +61,7 @@ def mixed_change(
 ) -> tuple[float, float, float]:
     """By what share `mixed_acceptance_length` changes, and the percentile interval of that.
 
-    Both are of the same requests in the same order, which are drawn together.
+    Both are of the same sessions in the same order, which are drawn together.
     """
     change = mixed_acceptance_length(after, weights) / mixed_acceptance_length(before, weights) - 1
     old, new = (_resampled(stats, weights, num_bootstrap, seed) for stats in (before, after))
@@ -61,7 +69,7 @@ def mixed_change(
 
 
 def _resampled(
-    stats: Mapping[str, Sequence[DecodeStats]],
+    stats: Mapping[str, Sessions],
     weights: Mapping[str, float],
     num_bootstrap: int,
     seed: int,
@@ -70,16 +78,26 @@ def _resampled(
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.zeros(num_bootstrap, dtype=torch.float64)
     rounds = torch.zeros(num_bootstrap, dtype=torch.float64)
-    for name, requests in stats.items():
-        n = len(requests)
+    for name, sessions in stats.items():
+        n = len(sessions)
         if n == 0:
             continue
         drawn = torch.randint(n, (num_bootstrap, n), generator=generator)
-        share = weights[name] / n
-        counts = torch.tensor([(s.num_tokens, s.num_rounds) for s in requests]).double()
-        tokens += share * counts[drawn, 0].sum(1)
-        rounds += share * counts[drawn, 1].sum(1)
+        counts = _counts(sessions)[drawn].sum(1)
+        tokens += weights[name] * counts[:, 0] / counts[:, 2]
+        rounds += weights[name] * counts[:, 1] / counts[:, 2]
     return tokens / rounds
+
+
+def _counts(sessions: Sessions) -> Float[Tensor, "sessions 3"]:
+    """Tokens, rounds and requests of each."""
+    return torch.tensor(
+        [
+            (sum(s.num_tokens for s in own), sum(s.num_rounds for s in own), len(own))
+            for own in sessions
+        ],
+        dtype=torch.float64,
+    )
 
 
 def _percentiles(values: Float[Tensor, " resamples"], confidence: float) -> tuple[float, float]:

@@ -1,23 +1,28 @@
 """The path, from a checkpoint to a report: each stage, and what it reads."""
 
-import json
-import shlex
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from specfit.artifacts import Artifact, ArtifactStore, Recipe, StatusRow
 from specfit.artifacts import status as store_status
+from specfit.beside import Beside, described, is_described, predicted
 from specfit.config import ExtractMode, RunConfig, Stage
-from specfit.engine import DecodeEngine, decode_engine
-from specfit.files import GIB, dumps
-from specfit.recipes import given_head, more_heads, recipes_of, unquantized
+from specfit.files import GIB, read_json
+from specfit.matrix import measured_heads
+from specfit.open_target import OpenTarget
+from specfit.provenance import provenance
+from specfit.recipes import (
+    given_head,
+    measured_rows,
+    more_heads,
+    planned_mixture,
+    recipes_of,
+    unquantized,
+)
 from specfit.speculators.initialize import aux_layers_of, head_config
 from specfit.stages import (
     bench,
@@ -26,6 +31,8 @@ from specfit.stages import (
     fit,
     generate,
     measure,
+    predict,
+    profile,
     prompts,
     quantize,
     report,
@@ -34,10 +41,9 @@ from specfit.stages import (
     train,
 )
 from specfit.states.record import StateRecorder
-from specfit.targets.info import TargetInfo, read_info_file
-from specfit.targets.load import checkpoint_folder, device_of, open_target
+from specfit.targets.info import read_info_file
+from specfit.targets.load import device_of
 from specfit.targets.locate import locate
-from specfit.targets.target import Target
 
 
 def run(cfg: RunConfig) -> Artifact:
@@ -48,12 +54,20 @@ def run(cfg: RunConfig) -> Artifact:
     """
     if cfg.runtime.num_threads:
         torch.set_num_threads(cfg.runtime.num_threads)
+    if is_described(cfg):
+        return predicted(cfg, _store_of(cfg))
     made: Artifact = getattr(_Path(cfg), cfg.stage.name)
     return made
 
 
+def _store_of(cfg: RunConfig) -> ArtifactStore:
+    return ArtifactStore(Path(cfg.runtime.root), int(cfg.runtime.min_free_gb * GIB))
+
+
 def recipes(cfg: RunConfig) -> dict[str, Recipe]:
     """Of every stage, by name, in order; nothing is made."""
+    if is_described(cfg):
+        return {cfg.stage.name: described(cfg)}
     return _Path(cfg).recipes
 
 
@@ -70,11 +84,19 @@ class _Path:
         train.check(cfg.train, cfg.speculator, cfg.runtime.num_processes)
         self.cfg = cfg
         self.device = device_of(cfg.runtime.device)
-        self.store = ArtifactStore(Path(cfg.runtime.root), int(cfg.runtime.min_free_gb * GIB))
+        self.store = _store_of(cfg)
         digests = self.store.root / "digests.json"
         self.location = locate(cfg.target, digests=digests, download=download)
         self.recipes = recipes_of(cfg, self.location, digests)
-        self.weights = {c.name: c.weight for c in cfg.profile.components}
+        self.opened = OpenTarget(self)
+        self.beside = Beside(cfg, self.store, self._count_tokens)
+        self.cfg = self.beside.observed()
+        if self.cfg is not cfg:
+            self.recipes = recipes_of(self.cfg, self.location, digests)
+        self.weights = {c.name: c.weight for c in self.cfg.profile.components}
+
+    def _count_tokens(self, text: str) -> int:
+        return len(self.opened.plain.tokenizer(text).input_ids)
 
     def _make(self, stage: str, make: Callable[[Path], None]) -> Artifact:
         return self.store.get_or_make(self.recipes[stage], make)
@@ -87,53 +109,6 @@ class _Path:
         )
 
     @cached_property
-    def info(self) -> TargetInfo:
-        return read_info_file(self.served.file("info.json"))
-
-    @cached_property
-    def plain(self) -> Target:
-        """The target as it comes, in memory: loaded by the first stage that needs it."""
-        return self._open_plain()
-
-    @property
-    def _open_plain(self) -> Callable[[], Target]:
-        return partial(open_target, self.target, self.cfg.target, self.location, self.device)
-
-    @property
-    def served(self) -> Artifact:
-        """What holds the target that speculation is fitted to."""
-        return self.target if self.cfg.quantize.budget is None else self.quantize
-
-    @cached_property
-    def loaded(self) -> Target:
-        """That target in memory."""
-        return self.plain if self.served is self.target else self.open_served()
-
-    @property
-    def open_served(self) -> Callable[[], Target]:
-        if self.served is self.target:
-            return self._open_plain
-        return partial(quantize.open_quantized, self.served, self.device)
-
-    @property
-    def plain_engine(self) -> DecodeEngine:
-        """Decodes the target as it comes. Its packed weights last as long as the stage does."""
-        folder = checkpoint_folder(self.target, self.location)
-        return decode_engine(self.cfg.runtime.engine, self.plain, folder)
-
-    @property
-    def engine(self) -> DecodeEngine:
-        """Decodes the target that speculation is fitted to."""
-        return decode_engine(self.cfg.runtime.engine, self.loaded, self.served_folder)
-
-    @property
-    def served_folder(self) -> Path:
-        """Of that target's checkpoint."""
-        if self.served is self.target:
-            return checkpoint_folder(self.target, self.location)
-        return self.served.folder() / quantize.MODEL
-
-    @cached_property
     def prompts(self) -> Artifact:
         info = read_info_file(self.target.file("info.json"))
         head_config(self.cfg.speculator, info)  # fails here, not after the answers
@@ -143,10 +118,29 @@ class _Path:
                 folder,
                 data=self.cfg.data,
                 profile=self.cfg.profile,
+                mixture=planned_mixture(self.cfg),
                 seed=self.cfg.seed,
-                tokenizer=self.plain.tokenizer,
+                tokenizer=self.opened.plain.tokenizer,
             ),
         )
+
+    @cached_property
+    def profile(self) -> Artifact:
+        conversations = self.prompts
+        return self._make(
+            "profile",
+            lambda folder: profile.run(
+                folder, profile=self.cfg.profile, seed=self.cfg.seed, prompts=conversations
+            ),
+        )
+
+    @cached_property
+    def fingerprint(self) -> Artifact:
+        return self.beside.fingerprint()
+
+    @cached_property
+    def drift(self) -> Artifact:
+        return self.beside.drift(self.measure)
 
     @cached_property
     def sensitivity(self) -> Artifact:
@@ -165,10 +159,10 @@ class _Path:
                     profile=self.cfg.profile,
                     seed=self.cfg.seed,
                     prompts=conversations,
-                    source=checkpoint_folder(self.target, self.location),
-                    target=self.plain,
+                    source=self.opened.plain_folder,
+                    target=self.opened.plain,
                     trust_remote_code=self.cfg.target.trust_remote_code,
-                    engine=self.plain_engine,
+                    engine=self.opened.plain_engine,
                 )
             ),
         )
@@ -189,20 +183,20 @@ class _Path:
                     sensitivity=alone,
                     speculator=speculator,
                     measure=self.cfg.measure,
-                    source=checkpoint_folder(self.target, self.location),
-                    target=self.plain,
+                    source=self.opened.plain_folder,
+                    target=self.opened.plain,
                     engine=self.cfg.runtime.engine,
                 )
             ),
         )
-        self.__dict__.pop("plain", None)  # nobody needs both in memory
+        self.opened.close_plain()
         quantize.check_gate(made, self.cfg.quantize.gate)
         return made
 
     @cached_property
     def generate(self) -> Artifact:
         # The target is made before this stage's lock is taken, not inside it.
-        conversations, _ = self.prompts, self.served
+        conversations, _ = self.prompts, self.opened.served
 
         def make(folder: Path) -> None:
             with self._recorder() as recorder:
@@ -212,7 +206,7 @@ class _Path:
                     temperatures={c.name: c.temperature for c in self.cfg.profile.components},
                     seed=self.cfg.seed,
                     prompts=conversations,
-                    engine=self.engine,
+                    engine=self.opened.engine,
                     recorder=recorder,
                 )
 
@@ -233,8 +227,8 @@ class _Path:
             yield StateRecorder(
                 folder,
                 config=config,
-                aux_layers=aux_layers_of(self.cfg.speculator, self.info),
-                target=self.loaded,
+                aux_layers=aux_layers_of(self.cfg.speculator, self.opened.info),
+                target=self.opened.loaded,
             )
 
     @cached_property
@@ -243,13 +237,17 @@ class _Path:
         return self._make(
             "fit",
             lambda folder: fit.run(
-                folder,
-                profile=self.cfg.profile,
-                draft_vocab_size=self.cfg.speculator.draft_vocab_size,
-                max_tokens=self.cfg.extract.max_tokens,
-                prompts=conversations,
-                answers=answers,
-                info=self.info,
+                fit.FitJob(
+                    folder=folder,
+                    config=self.cfg.fit,
+                    profile=self.cfg.profile,
+                    draft_vocab_size=self.cfg.speculator.draft_vocab_size,
+                    max_tokens=self.cfg.extract.max_tokens,
+                    prompts=conversations,
+                    answers=answers,
+                    info=self.opened.info,
+                    measured=measured_rows(self.cfg),
+                )
             ),
         )
 
@@ -264,9 +262,9 @@ class _Path:
             lambda folder: extract.run(
                 folder,
                 config=self.cfg.extract,
-                aux_layers=aux_layers_of(self.cfg.speculator, self.info),
+                aux_layers=aux_layers_of(self.cfg.speculator, self.opened.info),
                 answers=answers,
-                target=self.loaded,
+                target=self.opened.loaded,
             ),
         )
 
@@ -278,7 +276,7 @@ class _Path:
 
     @cached_property
     def train(self) -> Artifact:
-        answers, vocab, states = self.generate, self.fit, self.states
+        answers, mixture, states = self.generate, self.fit, self.states
         runtime = self.cfg.runtime
         return self._make(
             "train",
@@ -291,12 +289,12 @@ class _Path:
                     weights=self.weights,
                     seed=self.cfg.seed,
                     answers=answers,
-                    vocab=vocab,
+                    fit=mixture,
                     states=states,
                     # One process uses what is in memory; several open it each.
-                    open_target=(lambda: self.loaded)
+                    open_target=(lambda: self.opened.loaded)
                     if runtime.num_processes == 1
-                    else self.open_served,
+                    else self.opened.open_served,
                     wandb_project=runtime.wandb_project if runtime.wandb else None,
                 ),
                 num_processes=runtime.num_processes,
@@ -309,7 +307,7 @@ class _Path:
         heads = {"eagle3": self.train} | more_heads(self.cfg)
         if self.cfg.measure.full_precision_head:
             heads["full_precision"] = _Path(unquantized(self.cfg)).train
-        return self._make(
+        made = self._make(
             "measure",
             lambda folder: measure.run(
                 folder,
@@ -318,7 +316,28 @@ class _Path:
                 seed=self.cfg.seed,
                 prompts=conversations,
                 speculators=heads,
-                engine=self.engine,
+                engine=self.opened.engine,
+            ),
+        )
+        measure.check_floor(made, self.cfg.measure.floor)
+        return made
+
+    @cached_property
+    def predict(self) -> Artifact:
+        measured, speculator = self.measure, self.train
+        return self._make(
+            "predict",
+            lambda folder: predict.run(
+                predict.PredictJob(
+                    folder=folder,
+                    config=self.cfg.predict,
+                    hardware=self.cfg.hardware,
+                    profile=self.cfg.profile,
+                    acceptance=read_json(measured.file("acceptance.json"))["rows"],
+                    info=self.opened.info,
+                    open_engine=lambda: self.opened.engine,
+                    speculator=speculator,
+                )
             ),
         )
 
@@ -328,7 +347,7 @@ class _Path:
         return self._make(
             "export",
             lambda folder: export.run(
-                folder, seed=self.cfg.seed, speculator=speculator, target=self.loaded
+                folder, seed=self.cfg.seed, speculator=speculator, target=self.opened.loaded
             ),
         )
 
@@ -345,8 +364,8 @@ class _Path:
                     prompts=conversations,
                     measured=measured,
                     speculator=speculator,
-                    target=self.loaded,
-                    source=self.served_folder,
+                    target=self.opened.loaded,
+                    source=self.opened.served_folder,
                     gguf=self.location.folder / gguf if gguf else None,
                 )
             ),
@@ -356,7 +375,7 @@ class _Path:
     def report(self) -> Artifact:
         inputs = {
             name: getattr(self, name).folder()
-            for name in ("prompts", "generate", "fit", "train", "measure", "export")
+            for name in ("prompts", "generate", "fit", "train", "measure", "predict", "export")
         }
         # Not `folder()`: that would read all hidden states, and weights, for their checksums.
         states = self.states.file("store.json").parent if self.states else None
@@ -371,20 +390,10 @@ class _Path:
                 quantize=quantized,
                 bench=self.bench.file(bench.FIGURES) if self.cfg.report.bench else None,
                 extract=states,
-                provenance=self._provenance(),
+                provenance=provenance(
+                    self.cfg, self.recipes, self.train, self.location, self.opened.info
+                ),
+                matrix=measured_heads(self.cfg.report.matrix, _Path),
                 report=self.cfg.report,
             ),
         )
-
-    def _provenance(self) -> dict[str, Any]:
-        manifest = self.train.manifest
-        return {
-            "keys": {stage: recipe.key for stage, recipe in self.recipes.items()},
-            "versions": manifest["packages"],
-            "git": manifest["git_revision"],
-            "seed": self.cfg.seed,
-            "command": shlex.join(["specfit", *sys.argv[1:]]),
-            "target": self.info.to_json() | {"identity": self.location.identity},
-            "profile": asdict(self.cfg.profile),
-            "config": json.loads(dumps(asdict(self.cfg))),  # enums by name
-        }

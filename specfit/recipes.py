@@ -1,6 +1,7 @@
 """What decides the result of each stage: the configuration that counts, and its inputs."""
 
 import hashlib
+import json
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from specfit.stages import (
     fit,
     generate,
     measure,
+    predict,
+    profile,
     prompts,
     quantize,
     report,
@@ -25,6 +28,7 @@ from specfit.stages import (
 )
 from specfit.targets.load import device_of, dtype_name
 from specfit.targets.locate import Location, file_digest
+from specfit.traffic.mixture import Share, mixture
 from specfit_data.sources import commit_of, local_file
 
 
@@ -39,21 +43,26 @@ def recipes_of(cfg: RunConfig, location: Location, digests: Path) -> dict[str, R
     online = cfg.extract.mode is ExtractMode.online
     stored = "" if online else "extract"
     weights = {c.name: c.weight for c in cfg.profile.components}
+    shares = [vars(share) for share in planned_mixture(cfg)]
     # What everything after the prompts is fitted to.
     served = "target" if cfg.quantize.budget is None else "quantize"
     add(Stage.target, target.VERSION, _target(cfg, location), "")
-    add(Stage.prompts, prompts.VERSION, _data(cfg, digests), "target")
+    add(Stage.prompts, prompts.VERSION, _data(cfg, digests) | {"mixture": shares}, "target")
+    if cfg.stage is Stage.profile:
+        add(Stage.profile, profile.VERSION, traffic_of(cfg) | {"seed": cfg.seed}, "prompts")
     if served == "quantize":
         alone, under_budget = _quantize(cfg)
         add(Stage.sensitivity, sensitivity.VERSION, alone, "target prompts")
         add(Stage.quantize, quantize.VERSION, under_budget, "target prompts sensitivity")
     add(Stage.generate, generate.VERSION, _generate(cfg), f"{served} prompts")
-    vocab = {
-        "weights": weights,
+    head = measured_head(cfg)
+    fitting = {
+        "profile": traffic_of(cfg),
+        "fit": asdict(cfg.fit) | {"measured": None if head is None else head.key},
         "draft_vocab_size": cfg.speculator.draft_vocab_size,
         "max_tokens": cfg.extract.max_tokens,
     }
-    add(Stage.fit, fit.VERSION, vocab, "prompts generate")
+    add(Stage.fit, fit.VERSION, fitting, "prompts generate")
     states = asdict(cfg.extract)
     del states["mode"], states["while_generating"]  # how states are made, not what they are
     if not online:
@@ -71,20 +80,26 @@ def recipes_of(cfg: RunConfig, location: Location, digests: Path) -> dict[str, R
     if cfg.measure.full_precision_head:
         more["full_precision"] = recipes_of(unquantized(cfg), location, digests)["train"].key
     measuring = {
-        "measure": asdict(cfg.measure) | {"speculators": more},
-        "components": [asdict(c) for c in cfg.profile.components],
+        "measure": _measuring(cfg) | {"speculators": more},
+        "components": _components(cfg),
         "seed": cfg.seed,
     }
     add(Stage.measure, measure.VERSION, measuring, f"{served} prompts train")
+    predicted = predicting(cfg)
+    add(Stage.predict, predict.VERSION, predicted, f"{served} measure train")
     add(Stage.export, export.VERSION, {"seed": cfg.seed}, f"{served} train")
     if cfg.stage is Stage.bench or cfg.report.bench:
         timing = asdict(cfg.bench) | {"num_threads": cfg.runtime.num_threads}
         timing["processor"] = bench.processor()
         add(Stage.bench, bench.VERSION, timing, f"{served} prompts measure train")
-    shown = {"profile": asdict(cfg.profile), "sweep": _sweep(cfg.report.sweep)}
+    shown = {
+        "profile": traffic_of(cfg),
+        "sweep": _sweep(cfg.report.sweep),
+        "matrix": _sweep(cfg.report.matrix),
+    }
     quantized = "quantize" if served == "quantize" else ""
     timed = "bench" if cfg.report.bench else ""
-    read = f"prompts {quantized} generate fit {stored} train measure export {timed}"
+    read = f"prompts {quantized} generate fit {stored} train measure predict export {timed}"
     add(Stage.report, report.VERSION, shown, read)
     return found
 
@@ -104,6 +119,31 @@ def given_head(cfg: RunConfig) -> Artifact | None:
     """The head of `quantize.speculator`; raises as `more_heads`."""
     path = cfg.quantize.speculator
     return None if path is None else _head_at(path, "quantize.speculator")
+
+
+def measured_head(cfg: RunConfig) -> Artifact | None:
+    """What `fit.measured` names.
+
+    Raises:
+        FileNotFoundError: the folder holds no artifact.
+        ValueError: it is the artifact of another stage.
+    """
+    path = cfg.fit.measured
+    return None if path is None else _artifact_of(Stage.measure, path, "fit.measured")
+
+
+def measured_rows(cfg: RunConfig) -> list[dict[str, Any]] | None:
+    """The rows of acceptance.json of `fit.measured`; raises as `measured_head`."""
+    head = measured_head(cfg)
+    if head is None:
+        return None
+    rows: list[dict[str, Any]] = json.loads(head.file("acceptance.json").read_text())["rows"]
+    return rows
+
+
+def planned_mixture(cfg: RunConfig) -> list[Share]:
+    """The training mixture, as far as it is known before the target has answered."""
+    return mixture(cfg.profile, cfg.fit, measured=measured_rows(cfg))
 
 
 def unquantized(cfg: RunConfig) -> RunConfig:
@@ -126,10 +166,16 @@ def unquantized(cfg: RunConfig) -> RunConfig:
 
 
 def _head_at(path: str, key: str) -> Artifact:
-    head = artifact_at(path, key)
-    if head.stage != Stage.train.name:
-        raise ValueError(f"{key} must be an artifact of train, got one of {head.stage}: {path}")
-    return head
+    return _artifact_of(Stage.train, path, key)
+
+
+def _artifact_of(stage: Stage, path: str, key: str) -> Artifact:
+    found = artifact_at(path, key)
+    if found.stage != stage.name:
+        raise ValueError(
+            f"{key} must be an artifact of {stage.name}, got one of {found.stage}: {path}"
+        )
+    return found
 
 
 def _target(cfg: RunConfig, location: Location) -> dict[str, Any]:
@@ -154,12 +200,11 @@ def _quantize(cfg: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     head = given_head(cfg)
     if head is not None:
         measuring = {
-            "components": [asdict(c) for c in cfg.profile.components],
-            "measure": asdict(cfg.measure),
+            "components": _components(cfg),
+            "measure": _measuring(cfg),
         }
         under_budget |= {"speculator": head.key} | measuring
-    components = [(c.name, c.weight, c.temperature) for c in cfg.profile.components]
-    return params | {"components": components, "seed": cfg.seed}, under_budget
+    return params | {"components": _components(cfg), "seed": cfg.seed}, under_budget
 
 
 def _generate(cfg: RunConfig) -> dict[str, Any]:
@@ -180,8 +225,45 @@ def _data(cfg: RunConfig, digests: Path) -> dict[str, Any]:
         elif re.fullmatch(r"[0-9a-f]{40}", source.revision) is None:
             # A branch moves: what is read, and counts, is the commit that it is at now.
             values["revision"] = source.revision = commit_of(source, name)
-    components = [(c.name, c.weight, c.sources) for c in cfg.profile.components]
-    return data | {"sources": sources, "components": components, "seed": cfg.seed}
+    # When sessions begin and what they are promised decides no prompt; how hot they are served and
+    # how long their users think neither.
+    traffic = traffic_of(cfg)
+    del traffic["arrival"], traffic["slo"]
+    for component in traffic["components"]:
+        del component["temperature"], component["think_seconds"]
+    return data | {"sources": sources, "traffic": traffic, "seed": cfg.seed}
+
+
+def predicting(cfg: RunConfig) -> dict[str, Any]:
+    """What decides a prediction, its inputs apart."""
+    params = {
+        "predict": asdict(cfg.predict),
+        "hardware": asdict(cfg.hardware),
+        "profile": traffic_of(cfg),
+        "seed": cfg.seed,
+    }
+    if cfg.hardware.measured:
+        params |= {"num_threads": cfg.runtime.num_threads, "processor": bench.processor()}
+    return params
+
+
+def traffic_of(cfg: RunConfig) -> dict[str, Any]:
+    """The profile, apart from what it is called and where it is from."""
+    found = asdict(cfg.profile)
+    del found["name"], found["from_logs"], found["from_fingerprint"]
+    return found
+
+
+def _components(cfg: RunConfig) -> list[tuple[str, float, float]]:
+    """What of the profile decides how prompts that are there are decoded, and weighed."""
+    return [(c.name, c.weight, c.temperature) for c in cfg.profile.components]
+
+
+def _measuring(cfg: RunConfig) -> dict[str, Any]:
+    """Apart from the floor: it judges what is measured, and measures nothing."""
+    params = asdict(cfg.measure)
+    del params["floor"]
+    return params
 
 
 def _sweep(folder: str | None) -> list[tuple[str, str]] | None:

@@ -14,7 +14,8 @@ from specfit_data.splits import split_of, without_duplicates
 
 CONF = Path(__file__).parent.parent / "conf"
 SOURCES = sorted(path.stem for path in (CONF / "data" / "source").glob("*.yaml"))
-SAMPLES = ("codeio", "codeio_complete", "humaneval", "bfcl")
+FOLDER = Path(__file__).parent.parent / "data" / "specfit_data" / "samples"
+SAMPLES = sorted({path.name.partition(".")[0] for path in FOLDER.glob("*.jsonl.gz")})
 
 
 def data_config(*overrides: str) -> DataConfig:
@@ -34,10 +35,11 @@ def test_every_source_fits_the_schema_and_states_its_licence(name):
     assert source.opt_in == (source.licence == "unknown")
 
 
-def test_the_default_has_the_four_samples_and_holds_out_humaneval():
-    sources = data_config("+data=coding_tools").sources
-    assert sorted(sources) == sorted(SAMPLES)
-    assert [name for name, source in sources.items() if source.held_out] == ["humaneval"]
+def test_the_default_has_every_sample_and_holds_out_what_others_are_measured_on():
+    sources = data_config("+data=samples").sources
+    assert {source.path.removeprefix("sample:") for source in sources.values()} == set(SAMPLES)
+    held_out = [name for name, source in sources.items() if source.held_out]
+    assert sorted(held_out) == ["humaneval", "mt_bench", "tooltalk"]
 
 
 def test_your_own_file_takes_one_override():
@@ -46,16 +48,16 @@ def test_your_own_file_takes_one_override():
 
 
 def test_functions_are_asked_for_as_in_humaneval():
-    sources = data_config("+data=coding_tools").sources
+    sources = data_config("+data=samples").sources
     assert sources["codeio_complete"].instruction == sources["humaneval"].instruction
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_every_row_of_a_sample_is_a_conversation_and_fills_the_default_job(name):
-    source = data_config("+data=coding_tools").sources[name]
+def test_every_row_of_a_sample_is_a_conversation_and_there_are_some_of_each_split(name):
+    source = data_config("+data=samples").sources[name]
     _, row = next(read_rows(source, name))
     check_columns(row, source, name)
     chats = list(without_duplicates(read(name, source), set()))
     splits = [split_of(chat.id, held_out=source.held_out) for chat in chats]
-    assert splits.count("test") >= 64
-    assert source.held_out or splits.count("train") >= 400
+    assert splits.count("test") >= 8
+    assert source.held_out or splits.count("train") >= 60

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from specfit_data.conversations import Conversation, Message, ToolCall
+from specfit_data.conversations import Conversation, Message, ToolCall, conversation_id
 from specfit_data.formats import FormatError, conversation
 from specfit_data.sources import Format, Source
 
@@ -202,6 +202,42 @@ def test_bfcl_schemas_become_json_schemas():
     assert chat.messages == (Message("user", "Rome?"),)
     assert parameters["type"] == parameters["properties"]["where"]["type"] == "object"
     assert parameters["properties"]["where"]["properties"]["type"] == {"type": "number"}
+
+
+def test_the_turns_of_bfcl_follow_the_first_which_is_asked_alone():
+    turns = [[USER], [{"role": "user", "content": "Oslo?"}], []]
+    function = {"name": "f", "parameters": {}}
+    chat = parsed({"question": turns, "function": [function]}, "bfcl")
+    assert chat.messages == (Message("user", "Rome?"),)
+    assert chat.follow_ups == ((Message("user", "Oslo?"),),)
+
+
+def test_a_question_of_bfcl_without_turns_has_no_follow_ups():
+    chat = parsed({"question": [USER], "function": [{"name": "f", "parameters": {}}]}, "bfcl")
+    assert (chat.messages, chat.follow_ups) == ((Message("user", "Rome?"),), ())
+
+
+def test_a_column_of_turns_is_a_question_and_its_follow_ups():
+    row = {"turns": ["Rome?", "Oslo?", "And {turns}?"]}
+    chat = parsed(row, "prompt", instruction="Where is {turns}")
+    assert chat.messages == (Message("user", "Where is Rome?"),)
+    assert chat.follow_ups == ((Message("user", "Oslo?"),), (Message("user", "And {turns}?"),))
+
+
+@pytest.mark.parametrize("later", ["", " \n", None, 7])
+def test_a_later_turn_without_text_is_rejected(later):
+    with pytest.raises(FormatError, match="turns holds no text"):
+        parsed({"turns": ["Rome?", later]}, "prompt", instruction="{turns}")
+
+
+def test_follow_ups_make_another_conversation_in_the_same_split():
+    ids = [
+        parsed({"turns": turns}, "prompt", instruction="{turns}").id
+        for turns in (["Rome?"], ["Rome?", "Oslo?"], ["Rome?", "Bonn?"])
+    ]
+    assert len(set(ids)) == 3
+    assert len({id_.partition("-")[0] for id_ in ids}) == 1
+    assert ids[0] == conversation_id([Message("user", "Rome?")], [])
 
 
 def test_bare_properties_become_a_schema():

@@ -1,5 +1,6 @@
 import csv
 import gzip
+import hashlib
 import json
 import subprocess
 import sys
@@ -7,10 +8,13 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+import yaml
 from pyarrow import parquet
 
+from specfit_data.conversations import Conversation
 from specfit_data.sources import Format, Rejected, Source, local_file, read, read_rows
 
+CONF = Path(__file__).parent.parent / "conf" / "data" / "source"
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
 
 
@@ -90,7 +94,9 @@ def test_another_suffix_is_an_error(tmp_path):
 
 
 def test_a_missing_sample_is_an_error_that_names_the_samples():
-    with pytest.raises(FileNotFoundError, match="samples: bfcl, codeio, humaneval"):
+    with pytest.raises(
+        FileNotFoundError, match="samples: bfcl, bfcl_multi_turn, codeio, documents,"
+    ):
         list(read("mine", source("sample:nothing")))
 
 
@@ -178,9 +184,89 @@ def test_one_file_of_a_hub_set_is_downloaded_and_read(monkeypatch, tmp_path):
     assert len(list(read("mine", source("hub:a/b/data/part.jsonl")))) == 1
 
 
-@pytest.mark.parametrize(("name", "count"), [("codeio", 900), ("humaneval", 164), ("bfcl", 900)])
+SAMPLES = {
+    "codeio": 900,
+    "humaneval": 164,
+    "bfcl": 900,
+    "bfcl_multi_turn": 119,
+    "writing": 270,
+    "documents": 90,
+    "mt_bench": 80,
+    "issues": 200,
+    "tooltalk": 78,
+}
+
+
+@pytest.mark.parametrize(("name", "count"), SAMPLES.items())
 def test_the_samples_are_whole(name, count):
     assert len(list(read_rows(source(f"sample:{name}"), name))) == count
+
+
+def configured(name: str) -> Source:
+    """The source that ships under `name`."""
+    fields = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+    return Source(**{**fields, "format": Format[fields["format"]]})
+
+
+def chats(name: str) -> list[Conversation]:
+    found = list(read(name, configured(name)))
+    assert all(isinstance(chat, Conversation) for chat in found)
+    return found
+
+
+# What is trained on and what is measured on stays what it was: ids decide it.
+@pytest.mark.parametrize(
+    ("name", "digest"),
+    [
+        ("codeio", "b369c0182deea293"),
+        ("codeio_complete", "53ec64eaebadb829"),
+        ("humaneval", "f5c64b6ea4962f00"),
+        ("bfcl", "06ad30a14a319cfd"),
+    ],
+)
+def test_the_ids_of_the_first_samples_never_change(name, digest):
+    ids = " ".join(chat.id for chat in chats(name))
+    assert hashlib.sha256(ids.encode()).hexdigest()[:16] == digest
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_no_question_of_a_sample_is_asked_twice(name):
+    ids = {chat.id for chat in chats(name)}
+    # But for one of codeio, which the set itself has twice.
+    assert SAMPLES[name] - len(ids) == (name == "codeio")
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_the_sets_that_others_measure_on_are_held_out(name):
+    assert configured(name).held_out == (name in ("humaneval", "mt_bench", "tooltalk"))
+
+
+def test_a_document_is_longer_than_any_writing_task():
+    asked = [[len(chat.messages[0].content) for chat in chats(n)] for n in ("writing", "documents")]
+    assert max(asked[0]) <= 4000 < min(asked[1])
+    assert max(asked[1]) <= 16_000
+
+
+def test_mt_bench_has_two_turns_and_bfcl_up_to_seven():
+    assert {1 + len(chat.follow_ups) for chat in chats("mt_bench")} == {2}
+    assert {1 + len(chat.follow_ups) for chat in chats("bfcl_multi_turn")} == {1, 2, 3, 4, 5, 6, 7}
+
+
+def test_issues_have_line_ends_and_no_word_of_the_guidelines():
+    for chat in chats("issues"):
+        [asked] = chat.messages
+        assert "contributing guidelines]" not in asked.content
+        assert "\n" in asked.content
+        assert r"\n" not in asked.content
+
+
+def test_every_call_of_tooltalk_is_of_an_offered_function_and_has_a_result():
+    for chat in chats("tooltalk"):
+        offered = {tool["function"]["name"] for tool in chat.tools}
+        following = zip(chat.messages, chat.messages[1:], strict=False)
+        for message, following_one in following:
+            assert {call.name for call in message.tool_calls} <= offered
+            assert bool(message.tool_calls) == (following_one.role == "tool")
 
 
 def test_a_source_on_this_machine_has_a_file_and_a_hub_set_has_none(tmp_path):

@@ -4,8 +4,27 @@ import math
 
 import pytest
 
-from specfit.mix import mixed_acceptance_length, mixed_change, mixed_interval
+from specfit.mix import each_alone
+from specfit.mix import mixed_acceptance_length as length_of_sessions
+from specfit.mix import mixed_change as change_of_sessions
+from specfit.mix import mixed_interval as interval_of_sessions
 from specfit_serve.stats import DecodeStats, Round
+
+
+def alone(stats):
+    return {name: each_alone(own) for name, own in stats.items()}
+
+
+def mixed_acceptance_length(stats, weights):
+    return length_of_sessions(alone(stats), weights)
+
+
+def mixed_interval(stats, weights, **settings):
+    return interval_of_sessions(alone(stats), weights, **settings)
+
+
+def mixed_change(before, after, weights, **settings):
+    return change_of_sessions(alone(before), alone(after), weights, **settings)
 
 
 def stats(*kept: int) -> DecodeStats:
@@ -72,3 +91,21 @@ def test_what_does_not_change_has_no_interval_however_unlike_the_requests_are():
     assert mixed_change(same, same, {"code": 1.0}, **CHANGE) == (0, 0, 0)
     low, high = mixed_interval(same, {"code": 1.0}, **CHANGE)
     assert high - low > 0.5
+
+
+def test_a_component_counts_by_its_requests_and_not_by_its_sessions():
+    # One session of two requests of 3 tokens a round each, one request of 1 token a round: by
+    # requests both weigh the same, 3 + 1 tokens in 1 + 1 rounds.
+    sessions = {"agent": [[stats(2), stats(2)]], "chat": [[stats(0)]]}
+    assert length_of_sessions(sessions, {"agent": 0.5, "chat": 0.5}) == pytest.approx(2.0)
+
+
+def test_requests_of_one_session_are_drawn_together():
+    # Ten requests that are all alike within their session: one session says as little as one
+    # request, so two sessions of five leave a wider interval than ten requests do.
+    good, bad = [stats(3)] * 5, [stats(0)] * 5
+    settings = {"num_bootstrap": 400, "confidence": 0.9, "seed": 0}
+    low, high = interval_of_sessions({"c": [good, bad]}, {"c": 1.0}, **settings)
+    alone_low, alone_high = mixed_interval({"c": [*good, *bad]}, {"c": 1.0}, **settings)
+    assert (low, high) == (1.0, 4.0)
+    assert alone_high - alone_low < 2.5

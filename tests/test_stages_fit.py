@@ -8,11 +8,11 @@ import tiny_targets
 import torch
 
 from specfit.artifacts import ArtifactStore, Recipe
-from specfit.config import ComponentConfig, ProfileConfig
 from specfit.draft_vocab import DraftVocab
 from specfit.export import vllm
 from specfit.stages import fit
 from specfit.targets.info import TargetInfo
+from specfit.traffic.config import ComponentConfig, FitConfig, ProfileConfig
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,16 @@ def info(words):
 def fitted(tmp_path, info):
     """Runs the stage on answers of (component, split, prompt, answer); the target has EOS 1."""
 
-    def fitted(answers, weights, size, folder="out", max_tokens=100, texts=()):
+    def fitted(
+        answers,
+        weights,
+        size,
+        folder="out",
+        max_tokens=100,
+        texts=(),
+        config=None,
+        measured=None,
+    ):
         def write_prompts(to):
             own = [*((name, []) for name in weights), *texts]
             rows = [
@@ -48,6 +57,7 @@ def fitted(tmp_path, info):
                 {
                     "id": str(i),
                     "component": component,
+                    "source": "s",
                     "split": split,
                     "input_ids": prompt + answer,
                     "loss_spans": [[len(prompt), len(prompt) + len(answer)]],
@@ -59,15 +69,22 @@ def fitted(tmp_path, info):
         store = ArtifactStore(tmp_path / "root")
         out = tmp_path / folder
         out.mkdir()
-        profile = ProfileConfig("p", [ComponentConfig(n, w, ["s"]) for n, w in weights.items()])
+        total = sum(weights.values())
+        components = [ComponentConfig(n, w / total, ["s"]) for n, w in weights.items()]
         fit.run(
-            out,
-            profile=profile,
-            draft_vocab_size=size,
-            max_tokens=max_tokens,
-            prompts=store.get_or_make(Recipe("prompts", 1, {"folder": folder}, {}), write_prompts),
-            answers=store.get_or_make(Recipe("generate", 1, {"folder": folder}, {}), write),
-            info=info,
+            fit.FitJob(
+                folder=out,
+                config=FitConfig(**config or {}),
+                profile=ProfileConfig("p", components),
+                draft_vocab_size=size,
+                max_tokens=max_tokens,
+                prompts=store.get_or_make(
+                    Recipe("prompts", 1, {"folder": folder}, {}), write_prompts
+                ),
+                answers=store.get_or_make(Recipe("generate", 1, {"folder": folder}, {}), write),
+                info=info,
+                measured=measured,
+            )
         )
         vocab = DraftVocab.load(out / "draft_vocab.safetensors")
         return vocab.target_ids.tolist(), json.loads((out / "fit.json").read_text())["rows"]

@@ -8,7 +8,8 @@ import tiny_targets
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specfit.stages import generate, prompts
+from specfit.stages import generate
+from specfit.traffic import pools
 
 SHORT = ["stage=generate", "generate.max_new_tokens=8"]
 
@@ -77,7 +78,7 @@ def test_sampled_answers_are_the_same_again_and_others_with_another_seed(
     words, tmp_path, monkeypatch
 ):
     # The same prompts with every seed.
-    monkeypatch.setattr(prompts, "_rank", lambda _seed, conversation_id: conversation_id)
+    monkeypatch.setattr(pools, "_rank", lambda _seed, conversation_id: conversation_id)
 
     def sampled(root, seed):
         options = ["generate.temperature=1.0", f"seed={seed}", f"runtime.root={tmp_path / root}"]

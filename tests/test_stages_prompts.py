@@ -5,8 +5,10 @@ import json
 import pytest
 import tiny_targets
 
-from specfit.config import ComponentConfig, DataConfig, LossOn, ProfileConfig
+from specfit.config import DataConfig, LossOn
 from specfit.stages import prompts
+from specfit.traffic.config import ComponentConfig, FitConfig, ProfileConfig
+from specfit.traffic.mixture import mixture
 from specfit_data.sources import Format, Source
 
 
@@ -27,10 +29,15 @@ def run(tmp_path, tokenizer):
             },
             **{"num_train": 20, "num_validation": 2, "num_test": 4} | options,
         )
-        profile = ProfileConfig("tiny", [ComponentConfig(*c) for c in components])
+        total = sum(weight for _, weight, *_ in components)
+        found = [ComponentConfig(name, w / total, *rest) for name, w, *rest in components]
+        profile = ProfileConfig("tiny", found)
         out = tmp_path / folder
         out.mkdir()
-        prompts.run(out, data=data, profile=profile, seed=seed, tokenizer=tokenizer)
+        shares = mixture(profile, FitConfig(floor=0.0))
+        prompts.run(
+            out, data=data, profile=profile, mixture=shares, seed=seed, tokenizer=tokenizer
+        )
         rows = [json.loads(line) for line in (out / "conversations.jsonl").open()]
         return rows, json.loads((out / "prompts.json").read_text())["rows"]
 
@@ -95,13 +102,13 @@ def test_splits_share_no_conversation_even_when_one_is_in_two_sources(run):
     assert len({row["id"] for row in rows}) == len(rows) == 160
 
 
-def test_components_share_a_split_by_their_weights(run):
-    sources = {"a": chats(60), "b": chats(60, "sorts")}
-    rows, _ = run(sources, [("x", 3.0, ["a"]), ("y", 1.0, ["b"])], num_train=16, num_test=4)
+def test_the_mixture_shares_out_training_and_half_of_the_test_is_even(run):
+    sources = {"a": chats(80), "b": chats(80, "sorts")}
+    rows, _ = run(sources, [("x", 3.0, ["a"]), ("y", 1.0, ["b"])], num_train=16, num_test=8)
     of_train = [row["component"] for row in rows if row["split"] == "train"]
     of_test = [row["component"] for row in rows if row["split"] == "test"]
     assert (of_train.count("x"), of_train.count("y")) == (12, 4)
-    assert (of_test.count("x"), of_test.count("y")) == (3, 1)
+    assert (of_test.count("x"), of_test.count("y")) == (5, 3)
 
 
 def test_sources_of_a_component_take_turns(run):

@@ -176,7 +176,7 @@ def test_a_flipped_byte_in_a_shard_is_named(tmp_path):
 
 
 def test_documents_fill_shards_in_order_and_none_is_split():
-    listed = [Document(f"d{i}", "c", "train", [0] * n, [(0, n)]) for i, n in enumerate(LENGTHS)]
+    listed = [Document(f"d{i}", "c", "s", "train", [0] * n, [(0, n)]) for i, n in enumerate(LENGTHS)]
     shards = plan_shards(listed, 18)
     lengths = [[document.num_tokens for document in shard] for shard in shards]
     assert lengths == [[9, 4], [14, 4], [21], [12]]  # 21 is longer than a shard and has its own
@@ -216,6 +216,6 @@ def test_only_the_splits_asked_for_are_read(tmp_path):
 def test_a_conversation_beyond_the_context_is_refused():
     target = tiny("llama")
     context = target.info.max_position_embeddings
-    long = Document("a", "code", "train", [5] * (context + 1), [(context - 4, context + 1)])
+    long = Document("a", "code", "s", "train", [5] * (context + 1), [(context - 4, context + 1)])
     with pytest.raises(ValueError, match=rf"extract\.max_tokens must be .* context of {context}:"):
         compute(target, [long], [1], StateDtype.fp32)

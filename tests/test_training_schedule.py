@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from specfit.config import TrainConfig
+from specfit.training.config import TrainConfig
 from specfit.training.schedule import eval_steps, learning_rate, plan_steps
 
 

@@ -64,7 +64,7 @@ class Speculator:
         self, tokens: list[int], spans: list[tuple[int, int]], component: str = "code"
     ) -> HiddenStates:
         """`tokens` as the target reads them; the assistant speaks in `spans`."""
-        document = Document("d", component, "train", tokens, spans)
+        document = Document("d", component, "s", "train", tokens, spans)
         aux_layers = list(self.head.config.aux_layers)
         ((states, _),) = compute(self.target, [document], aux_layers, StateDtype.fp32)
         # Tensors made under inference mode cannot be saved for the gradient.

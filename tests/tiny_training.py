@@ -9,9 +9,9 @@ from typing import Any
 import tiny_heads
 from accelerate import Accelerator
 
-from specfit.config import TrainConfig
 from specfit.targets.target import HiddenStates
 from specfit.training.checkpoints import Progress
+from specfit.training.config import TrainConfig
 from specfit.training.loop import Documents, train
 from specfit.training.runlog import RunLog
 

@@ -42,6 +42,8 @@ class Conversation:
     id: str  # from `conversation_id`
     source: str  # its name in data.sources
     licence: str
+    # What users say later, turn by turn, where a source has no answers between.
+    follow_ups: tuple[tuple[Message, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,21 @@ class TokenizedConversation:
     loss_mask: Bool[Tensor, " seq"]
 
 
-def conversation_id(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
+def conversation_id(
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]],
+    follow_ups: Sequence[Sequence[Message]] = (),
+) -> str:
     """`OPENING-QUESTION`, two hashes of what the assistant is given; its answers do not count.
 
     OPENING is of the tools and everything up to the first user message, so that all requests of one
     session share it and `split_of` keeps them together. QUESTION is of every system, user and tool
-    message: two conversations with one id are duplicates. Runs of whitespace count as one space.
+    message, follow-ups included: two conversations with one id are duplicates. Runs of whitespace
+    count as one space.
     """
-    given = [(m.role, " ".join(m.content.split())) for m in messages if m.role != "assistant"]
+    later = [message for turn in follow_ups for message in turn]
+    asked = [m for m in (*messages, *later) if m.role != "assistant"]
+    given = [(m.role, " ".join(m.content.split())) for m in asked]
     users = [i for i, (role, _) in enumerate(given) if role == "user"]
     opening = given[: users[0] + 1] if users else given
     return "-".join(

@@ -107,12 +107,14 @@ def conversation(row: Row, source: Source, name: str) -> Conversation:
     messages, tools = _parse(values, row, source)
     if not any(m.role == "user" for m in messages):
         raise FormatError("no user message")
+    follow_ups = _follow_ups(values, row, source)
     return Conversation(
         messages=tuple(messages),
         tools=tuple(tools),
-        id=conversation_id(messages, tools),
+        id=conversation_id(messages, tools, follow_ups),
         source=name,
         licence=source.licence,
+        follow_ups=follow_ups,
     )
 
 
@@ -142,6 +144,20 @@ def _parse(values: Row, row: Row, source: Source) -> tuple[list[Message], list[d
             return _turns(values["trajectory"], content_key="text"), []
         case Format.flagged:
             return _turns(values["conversation"]), []
+
+
+def _follow_ups(values: Row, row: Row, source: Source) -> tuple[tuple[Message, ...], ...]:
+    """The turns after the first, of the formats that have them without answers."""
+    match source.format:
+        case Format.bfcl:
+            turns = _decoded(values["question"], list)
+            later = turns[1:] if turns and isinstance(turns[0], list) else []
+            return tuple(tuple(_turns(turn)) for turn in later if turn)
+        case Format.prompt:
+            for column in PLACEHOLDER.findall(source.instruction):
+                if isinstance(row.get(column), list):
+                    return tuple((Message("user", _said(t, column)),) for t in row[column][1:])
+    return ()
 
 
 def _question(asked: str, answer: str | None) -> list[Message]:
@@ -287,12 +303,15 @@ def _fill(instruction: str, row: Row) -> str:
 
     def text(match: re.Match[str]) -> str:
         value = row.get(match[1])
-        value = value[0] if isinstance(value, list) and value else value
-        if not isinstance(value, str) or not value.strip():
-            raise FormatError(f"{match[1]} holds no text")
-        return value
+        return _said(value[0] if isinstance(value, list) and value else value, match[1])
 
     return PLACEHOLDER.sub(text, instruction)
+
+
+def _said(value: Any, column: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise FormatError(f"{column} holds no text")
+    return value
 
 
 def _cut_function(code: Any, description: Any) -> tuple[str, str]:

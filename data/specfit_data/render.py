@@ -2,16 +2,20 @@
 
 import re
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from specfit_data.conversations import Conversation, TokenizedConversation
+from specfit_data.conversations import Conversation, Message, TokenizedConversation, ToolCall
+from specfit_data.sessions import Session
 from specfit_data.template import ChatTemplate, RenderError
 from specfit_data.turns import MarkedChat, Span, StopTokens
 
 __all__ = ["RenderError", "Rendered", "Renderer"]
+
+# Answers that stand for one that is not known yet.
+PLACEHOLDERS = ("Yes.", "That depends on two things")
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,52 @@ class Renderer:
             spans += answer
         return self._tokenized(text, spans)
 
+    def follow_up(self, session: Session, follow_up_idx: int) -> list[int]:
+        """The tokens that a later request adds behind the answer before it.
+
+        They are what follows the token that ends that answer, up to and including the header of the
+        next: a request's tokens are those of the one before, its answer with that token, and these.
+        A server that renders the conversation anew reads the same, unless the template rewrites
+        history (Qwen 3 drops reasoning) or the answer's text is tokenized otherwise than it was
+        generated. A follow-up of tool results is taken to answer as many calls.
+
+        Raises:
+            RenderError: as for `prompt`, or what is added depends on the answer.
+        """
+        first, other = (self._behind(session, follow_up_idx, said)[1] for said in PLACEHOLDERS)
+        if first != other:
+            raise RenderError(f"follow-up {follow_up_idx} depends on the answer before it")
+        return first
+
+    def end_of_turn(self, session: Session) -> list[int]:
+        """The tokens that end an answer which more follows, for one that was cut short.
+
+        None where `session` has no follow-ups.
+
+        Raises:
+            RenderError: as for `follow_up`.
+        """
+        if not session.follow_ups:
+            return []
+        # After an answer in words, whatever comes first: what is cut short is no whole call.
+        going_on = replace(session, follow_ups=((Message("user", "-"),),))
+        return self._behind(going_on, 0, PLACEHOLDERS[0])[0]
+
+    def _behind(self, session: Session, idx: int, said: str) -> tuple[list[int], list[int]]:
+        """What ends the answer before follow-up `idx` if that is `said`, and what comes then."""
+        messages = list(session.request)
+        for added in session.follow_ups[: idx + 1]:
+            messages += [_placeholder(added, said), *added]
+        conversation = replace(session.first, messages=tuple(messages))
+        template = ChatTemplate(self._tokenizer, conversation)
+        chat = self._asked(template, len(template.messages))
+        answer_idx = len(template.messages) - len(session.follow_ups[idx]) - 1
+        start, end = chat.turn(answer_idx).spans[-1]
+        said_end = chat.text.find(said, start) + len(said)
+        input_ids, starts = self._tokenize(chat.text)
+        first, last = bisect_left(starts, said_end), bisect_left(starts, end)
+        return input_ids[first:last], input_ids[last:]
+
     def _asked(self, template: ChatTemplate, num_messages: int) -> MarkedChat:
         """What a server is given."""
         asked = self._chat(template, num_messages, generation_prompt=True)
@@ -153,6 +203,14 @@ def _learned(
     assert loss_on == "all_turns", loss_on
     messages = enumerate(conversation.messages[:num_messages], start=template.num_added)
     return [i for i, m in messages if m.role == "assistant" and m.learn]
+
+
+def _placeholder(added: tuple[Message, ...], said: str) -> Message:
+    """An answer that `added` may follow: a call for each tool result in it."""
+    results = [message for message in added if message.role == "tool"]
+    name = re.sub(r"\W", "_", said)
+    calls = tuple(ToolCall(result.tool_call_id, name, {}) for result in results)
+    return Message("assistant", "" if calls else said, tool_calls=calls)
 
 
 def _token_span(starts: list[int], span: Span) -> Span:

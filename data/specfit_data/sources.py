@@ -33,9 +33,9 @@ class Format(Enum):
     sharegpt = 2  # turns of from and value
     alpaca = 3  # instruction, input, output
     openai_log = 4  # request and response of /chat/completions, or a batch line with its body
-    prompt = 5  # one question, filled into `instruction`, and perhaps an answer
+    prompt = 5  # a question, filled into `instruction`, and perhaps an answer or further turns
     completion = 6  # Python code, of which a function is to be completed from its docstring
-    bfcl = 7  # a question and the schemas of the functions that answer it
+    bfcl = 7  # a user's turns and the schemas of the functions that answer them
     trajectory = 8  # SWE-agent's turns of role and text
     flagged = 9  # Agent-FLAN's turns, of which only those with `loss` are learned
 

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from specfit_serve.arrivals import Arrivals, Incoming, Request, max_length
 from specfit_serve.protocols import DecodeTarget, Draft, DraftLength, GradedProposer, Proposer
 from specfit_serve.repetition import RepetitionGuard, TokenClass
 from specfit_serve.stats import Round
@@ -21,6 +22,8 @@ from specfit_serve.verify import (
     verify_greedy,
     verify_sampled,
 )
+
+__all__ = ["DecodeSettings", "Decoded", "FinishReason", "Request", "decode"]
 
 FinishReason = Literal["stop", "length", "repetition"]
 
@@ -49,15 +52,6 @@ class DecodeSettings:
 
 
 @dataclass(frozen=True)
-class Request:
-    """A prompt to answer."""
-
-    id: str  # random draws depend on it and on the seed alone
-    prompt: Sequence[int]
-    temperature: float  # 0: greedy
-
-
-@dataclass(frozen=True)
 class Decoded:
     """An answer, and how it came about."""
 
@@ -71,12 +65,16 @@ class Decoded:
     prefill_seconds: float  # of the prompt: the target's, and what the proposer makes of it
     target_seconds: float  # of the rounds: passes and their verification
     draft_seconds: float  # of the rounds
+    # By perf_counter(); what is emitted has been there since then, though it is given out later.
+    arrived_at: float | None  # the request's
+    first_token_at: float
+    finished_at: float
 
 
 def decode(
     target: DecodeTarget,
     proposer: Proposer,
-    requests: Sequence[Request],
+    requests: Sequence[Request] | Arrivals,
     settings: DecodeSettings,
     *,
     draft_length: DraftLength | None = None,
@@ -91,22 +89,31 @@ def decode(
     `on_progress` is called after every pass with the number of tokens that it is further: those of
     a prompt, which take their time too, and those emitted; each counts once.
 
+    `Arrivals` are looked at between passes: who has come waits for a free slot, then for its
+    prefill, and joins the others in their next round.
+
     Raises:
-        ValueError: a prompt does not fit, or an id occurs twice; the message names the request.
+        ValueError: a prompt does not fit, or an id occurs twice; the message names the request. Of
+            a sequence before anything runs, of arrivals when they are taken.
 
     Where the target's cache has no room for another prompt, it waits for an answer to end. Where it
     has none for all answers to grow, drafts are cut; at last the sequences of the highest slots are
     put back, and when an answer has ended they are prefilled again and go on. So no answer is cut
     short by others. Whoever stops asking for answers gives the columns of all back.
     """
-    _check(target, requests, settings)
-    return _decode(target, proposer, requests, settings, draft_length, token_classes, on_progress)
+    if settings.batch_size > target.num_slots:
+        raise ValueError(
+            f"batch_size must be at most the target's {target.num_slots} slots, "
+            f"got {settings.batch_size}"
+        )
+    incoming = Incoming(requests, target, settings.num_draft_tokens)
+    return _decode(target, proposer, incoming, settings, draft_length, token_classes, on_progress)
 
 
 def _decode(
     target: DecodeTarget,
     proposer: Proposer,
-    requests: Sequence[Request],
+    incoming: Incoming,
     settings: DecodeSettings,
     draft_length: DraftLength | None,
     token_classes: Sequence[TokenClass] | None,
@@ -114,7 +121,7 @@ def _decode(
 ) -> Iterator[Decoded]:
     # Sequences are those put back. They come first, and find no room again before an answer has
     # ended, since the others only grow; nor does anyone behind them.
-    waiting: deque[Request | _Sequence] = deque(requests)
+    waiting: deque[Request | _Sequence] = deque()
     active: list[_Sequence] = []  # in slots 0..n-1
     try:
         while True:
@@ -124,8 +131,11 @@ def _decode(
                     slot += 1
                     continue
                 if slot < len(active):
+                    # Its id is free, should the answer's reader ask again at once.
+                    incoming.ended(active[slot].request)
                     yield active[slot].decoded(slot)
                     target.release(slot)
+                waiting.extend(incoming.take())
                 if waiting and _has_room(target, slot, waiting[0]):
                     entering = waiting.popleft()
                     if isinstance(entering, Request):
@@ -138,10 +148,13 @@ def _decode(
                     break
             if not active:
                 assert not waiting, "alone, whatever waits has room"
+                if incoming.wait():
+                    continue
                 return
             waiting.extendleft(_crowded_out(target, active))
             on_progress(_round(target, proposer, active, settings, draft_length))
     finally:
+        incoming.close()
         for slot in range(len(active)):
             target.release(slot)
 
@@ -162,6 +175,8 @@ class _Sequence:
     prefill_seconds: float = 0.0
     target_seconds: float = 0.0
     draft_seconds: float = 0.0
+    first_token_at: float = 0.0
+    finished_at: float = 0.0  # when the latest token came
 
     @classmethod
     def of(
@@ -172,13 +187,14 @@ class _Sequence:
         token_classes: Sequence[TokenClass] | None,
     ) -> "_Sequence":
         digest = hashlib.sha256(f"{settings.seed}/{request.id}".encode()).digest()
+        most, room = settings.max_new_tokens, max_length(target, settings.num_draft_tokens)
+        if request.max_new_tokens is not None:
+            most = min(most, request.max_new_tokens)
         return cls(
             request=request,
             tokens=list(request.prompt),
-            max_length=min(
-                len(request.prompt) + settings.max_new_tokens, _max_length(target, settings)
-            ),
-            eos_ids=target.eos_ids,
+            max_length=min(len(request.prompt) + most, room),
+            eos_ids=frozenset() if request.ignores_eos else target.eos_ids,
             generator=torch.Generator().manual_seed(int.from_bytes(digest[:8], "little")),
             guard=None if token_classes is None else RepetitionGuard(token_classes),
         )
@@ -215,6 +231,9 @@ class _Sequence:
             prefill_seconds=self.prefill_seconds,
             target_seconds=self.target_seconds,
             draft_seconds=self.draft_seconds,
+            arrived_at=self.request.arrived_at,
+            first_token_at=self.first_token_at,
+            finished_at=self.finished_at,
         )
 
 
@@ -241,7 +260,10 @@ def _prefill(
         first = _verify(output.logits, nothing, [sequence], draws, settings)
         sequence.emit(first.own_tokens.tolist())
     proposer.start(slot, sequence.tokens, None if output.features is None else output.features[0])
-    sequence.prefill_seconds += perf_counter() - began
+    ended = perf_counter()
+    sequence.prefill_seconds += ended - began
+    if not was_put_back:
+        sequence.first_token_at = sequence.finished_at = ended
     return 0 if was_put_back else len(sequence.tokens)
 
 
@@ -296,6 +318,7 @@ def _round(
         s.rounds.append(Round(start, length if count == kept + 1 else count - 1, count - 1))
         s.target_seconds += (verified - drafted) / len(active)
         s.draft_seconds += (drafted - began + observed - verified) / len(active)
+        s.finished_at = observed
         num_emitted += count
     return num_emitted
 
@@ -321,11 +344,6 @@ def _verify(
     temperatures = torch.tensor([s.request.temperature for s in sequences], device=logits.device)
     target_probs = target_distribution(logits, temperatures, settings.top_p)
     return verify_sampled(target_probs, draft, uniforms[:, : logits.shape[1]].to(logits.device))
-
-
-def _max_length(target: DecodeTarget, settings: DecodeSettings) -> int:
-    """The most tokens of a sequence, its prompt included, when it is alone."""
-    return min(target.max_length - settings.num_draft_tokens, target.num_columns)
 
 
 def _has_room(target: DecodeTarget, slot: int, entering: Request | _Sequence) -> bool:
@@ -365,31 +383,3 @@ def _fill_hole(
         target.move(len(active), slot)
         proposer.move(len(active), slot)
         active[slot] = last
-
-
-def _check(target: DecodeTarget, requests: Sequence[Request], settings: DecodeSettings) -> None:
-    if settings.batch_size > target.num_slots:
-        raise ValueError(
-            f"batch_size must be at most the target's {target.num_slots} slots, "
-            f"got {settings.batch_size}"
-        )
-    room = _max_length(target, settings) - 1
-    ids: set[str] = set()
-    for request in requests:
-        name = f"request {request.id}"
-        if request.id in ids:
-            raise ValueError(f"{name}: ids must be distinct, got it twice")
-        ids.add(request.id)
-        if not 1 <= len(request.prompt) <= room:
-            raise ValueError(
-                f"{name}: the prompt must have 1 to {room} tokens, got {len(request.prompt)} "
-                f"(slots of {target.max_length} columns, {target.num_columns} in all, "
-                f"{settings.num_draft_tokens} draft tokens)"
-            )
-        if not all(0 <= token < target.vocab_size for token in request.prompt):
-            raise ValueError(
-                f"{name}: prompt tokens must lie in [0, {target.vocab_size}), "
-                f"got {min(request.prompt)} to {max(request.prompt)}"
-            )
-        if request.temperature < 0:
-            raise ValueError(f"{name}: temperature must be at least 0, got {request.temperature}")

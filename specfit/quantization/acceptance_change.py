@@ -5,10 +5,11 @@ from typing import Any
 
 from specfit.acceptance import Measured, changes
 from specfit.artifacts import Artifact
-from specfit.config import MeasureConfig, ProfileConfig
 from specfit.engine import DecodeEngine
 from specfit.files import read_jsonl
+from specfit.measure_config import MeasureConfig
 from specfit.measuring import Bench, Way, decode_all, held_out
+from specfit.traffic.config import ProfileConfig
 
 HEAD = "given"  # its name in the journals
 

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from specfit.config import ProfileConfig
 from specfit.files import append_jsonl, read_jsonl
 from specfit.quantization.activations import input_scales
 from specfit.quantization.config import Granularity, Precision, QuantizeConfig
@@ -13,6 +12,7 @@ from specfit.quantization.switch import UnitSwitch
 from specfit.quantization.texts import Answered, TextSettings, passages
 from specfit.quantization.units import Unit
 from specfit.targets.target import Target
+from specfit.traffic.config import ProfileConfig
 
 
 def text_settings(config: QuantizeConfig, profile: ProfileConfig, seed: int) -> TextSettings:

@@ -119,35 +119,6 @@ def data(prompts: Record, generate: Record) -> Section:
     return Section("Data and licences", blocks)
 
 
-def coverage(fit: Record) -> Section:
-    """What the draft vocabulary can say."""
-    rows: list[list[Cell]] = [
-        [
-            row["component"],
-            row["split"],
-            share(row.get("coverage")),
-            number(row.get("num_tokens")),
-        ]
-        for row in fit["rows"]
-    ]
-    return Section(
-        "Draft vocabulary",
-        [
-            Table(
-                f"{number(fit.get('draft_vocab_size'))} of the target's "
-                f"{number(fit.get('target_vocab_size'))} tokens can be drafted.",
-                [
-                    Column("component"),
-                    Column("split"),
-                    Column("coverage", numeric=True),
-                    Column("answer tokens", numeric=True),
-                ],
-                rows,
-            )
-        ],
-    )
-
-
 def throughput(stages: dict[str, Record | None]) -> Section:
     """How fast each stage ran, beside what a bare matmul reaches on the same machine."""
     rows: list[list[Cell]] = []

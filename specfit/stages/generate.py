@@ -3,10 +3,12 @@
 import json
 import logging
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from specfit.acceptance import request_id, session_id
 from specfit.answering import answer_plainly
 from specfit.artifacts import Artifact
 from specfit.config import GenerateConfig
@@ -16,7 +18,7 @@ from specfit.states.record import StateRecorder
 from specfit_kernels.floors import speed
 from specfit_serve.decode import Decoded, Request
 
-VERSION = 2
+VERSION = 3
 FIGURES = "generate.json"  # written last
 LOOPED = "repetition"  # the finish reason of an answer that is dropped
 log = logging.getLogger(__name__)
@@ -53,79 +55,128 @@ def run(
         # Validation answers are the target's in any case: they stand for what it would verify.
         references = _references([row for row in conversations if row["split"] == "train"])
         conversations = [row for row in conversations if row["split"] == "validation"]
-    figures = _answer(folder, config, temperatures, seed, conversations, engine, recorder)
-    _finish(folder, references, figures)
+    generating = _Generating(folder, config, temperatures, seed, conversations, engine)
+    _finish(folder, references, generating.answer(recorder))
 
 
-def _answer(
-    folder: Path,
-    config: GenerateConfig,
-    temperatures: dict[str, float],
-    seed: int,
-    conversations: list[dict[str, Any]],
-    engine: DecodeEngine,
-    recorder: StateRecorder | None,
+class _Generating:
+    """The sessions that are answered, turn by turn, and what of them is in the journal."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: GenerateConfig,
+        temperatures: dict[str, float],
+        seed: int,
+        conversations: list[dict[str, Any]],
+        engine: DecodeEngine,
+    ) -> None:
+        self.journal = folder / "journal.jsonl"
+        self.config, self.seed, self.engine = config, seed, engine
+        self.temperatures = temperatures
+        self.sessions = {row["id"]: row for row in conversations}
+        self.newest: dict[str, dict[str, Any]] = {}  # of each session: the last answer
+        self.num_tokens = self.num_prompt_tokens = 0
+        if self.journal.exists():
+            rows = read_jsonl(self.journal, tolerate_truncated_tail=True)
+            self.newest = {row["id"]: row for row in rows}
+            log.info("generate: %d answers of %d sessions are there", len(rows), len(self.sessions))
+
+    def answer(self, recorder: StateRecorder | None) -> dict[str, Any]:
+        """Answers what is not answered yet; returns how fast that was."""
+        started = perf_counter()
+        room = self.engine.target.info.max_position_embeddings
+        while prompts := dict(_prompts(self.sessions, self.newest, room)):
+            self._answer(prompts, recorder)
+        if recorder:
+            recorder.flush()
+        target = self.engine.target
+        num_tokens = self.num_prompt_tokens + self.num_tokens
+        shape = (self.config.batch_size, target.info.intermediate_size, target.info.hidden_size)
+        return {"engine": self.engine.name} | speed(
+            num_tokens=self.num_tokens,
+            flops=target.info.forward_flops(num_tokens, self.num_tokens),
+            seconds=perf_counter() - started,
+            shape=shape,
+            device=target.device,
+            dtype=target.model.dtype,
+        )
+
+    def _answer(
+        self, prompts: dict[str, tuple[int, list[int]]], recorder: StateRecorder | None
+    ) -> None:
+        requests = [
+            Request(request_id(name, turn), prompt, self._temperature(self.sessions[name]))
+            for name, (turn, prompt) in prompts.items()
+        ]
+        most = [len(r.prompt) + self.config.max_new_tokens for r in requests]
+        if recorder and not recorder.has_room(most):
+            recorder = None
+        for found in answer_plainly(
+            self.engine,
+            requests,
+            max_new_tokens=self.config.max_new_tokens,
+            batch_size=self.config.batch_size,
+            label="generate",
+            top_p=self.config.top_p,
+            seed=self.seed,
+            recorder=recorder,
+        ):
+            session = self.sessions[session_id(found.id)]
+            turn, prompt = prompts[session["id"]]
+            row = _row(session, turn, prompt, self.newest.get(session["id"]), found)
+            append_jsonl(self.journal, [row])
+            self.newest[session["id"]] = row
+            # The states of a session's last request are those of all of it.
+            is_last = turn == len(session["follow_ups"])
+            if recorder and is_last and found.finish_reason != LOOPED:
+                recorder.keep(found.slot, row)
+            self.num_tokens += len(found.tokens)
+            self.num_prompt_tokens += len(prompt)
+
+    def _temperature(self, session: dict[str, Any]) -> float:
+        own = self.temperatures[session["component"]]
+        return own if self.config.temperature is None else self.config.temperature
+
+
+def _prompts(
+    sessions: dict[str, dict[str, Any]], newest: dict[str, dict[str, Any]], room: int
+) -> Iterator[tuple[str, tuple[int, list[int]]]]:
+    """By session: the turn that comes next, and its prompt of less than `room` tokens."""
+    for name, session in sessions.items():
+        before = newest.get(name)
+        if before is None:
+            yield name, (0, session["prompt_ids"])
+            continue
+        turn = before["turn"] + 1
+        if before["finish_reason"] == LOOPED or turn > len(session["follow_ups"]):
+            continue
+        ended = [] if before["finish_reason"] == "stop" else session["end_ids"]
+        prompt = before["input_ids"] + ended + session["follow_ups"][turn - 1]
+        if len(prompt) < room:
+            yield name, (turn, prompt)
+
+
+def _row(
+    session: dict[str, Any],
+    turn: int,
+    prompt: list[int],
+    before: dict[str, Any] | None,
+    answer: Decoded,
 ) -> dict[str, Any]:
-    journal = folder / "journal.jsonl"
-    done = set()
-    if journal.exists():
-        done = {row["id"] for row in read_jsonl(journal, tolerate_truncated_tail=True)}
-        log.info("generate: %d of %d answers are there already", len(done), len(conversations))
-    by_id = {row["id"]: row for row in conversations if row["id"] not in done}
-
-    def temperature(row: dict[str, Any]) -> float:
-        own = temperatures[row["component"]]
-        return own if config.temperature is None else config.temperature
-
-    requests = [Request(row["id"], row["prompt_ids"], temperature(row)) for row in by_id.values()]
-    most = [len(r.prompt) + config.max_new_tokens for r in requests]
-    if recorder and not recorder.has_room(most):
-        recorder = None
-    started = perf_counter()
-    num_tokens = num_prompt_tokens = 0
-    for found in answer_plainly(
-        engine,
-        requests,
-        max_new_tokens=config.max_new_tokens,
-        batch_size=config.batch_size,
-        label="generate",
-        top_p=config.top_p,
-        seed=seed,
-        recorder=recorder,
-    ):
-        row = _row(by_id[found.id], found)
-        append_jsonl(journal, [row])
-        if recorder and found.finish_reason != LOOPED:
-            recorder.keep(found.slot, row)
-        num_tokens += len(found.tokens)
-        num_prompt_tokens += len(by_id[found.id]["prompt_ids"])
-    if recorder:
-        recorder.flush()
-    seconds = perf_counter() - started
-    target = engine.target
-    flops = target.info.forward_flops(num_prompt_tokens + num_tokens, num_tokens)
-    shape = (config.batch_size, target.info.intermediate_size, target.info.hidden_size)
-    figures = speed(
-        num_tokens=num_tokens,
-        flops=flops,
-        seconds=seconds,
-        shape=shape,
-        device=target.device,
-        dtype=target.model.dtype,
-    )
-    return {"engine": engine.name} | figures
-
-
-def _row(conversation: dict[str, Any], answer: Decoded) -> dict[str, Any]:
-    start = len(conversation["prompt_ids"])
+    spans, num_tokens = session["prompt_spans"], 0
+    if before is not None:
+        spans, num_tokens = before["loss_spans"], before["num_answer_tokens"]
+    start = len(prompt)
     return {
-        "id": conversation["id"],
-        "component": conversation["component"],
-        "source": conversation["source"],
-        "split": conversation["split"],
-        "input_ids": conversation["prompt_ids"] + answer.tokens,
-        "loss_spans": [*conversation["prompt_spans"], [start, start + len(answer.tokens)]],
-        "num_answer_tokens": len(answer.tokens),
+        "id": session["id"],
+        "component": session["component"],
+        "source": session["source"],
+        "split": session["split"],
+        "turn": turn,
+        "input_ids": prompt + answer.tokens,
+        "loss_spans": [*spans, [start, start + len(answer.tokens)]],
+        "num_answer_tokens": num_tokens + len(answer.tokens),
         "finish_reason": answer.finish_reason,
     }
 
@@ -147,6 +198,7 @@ def _references(conversations: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _reference(conversation: dict[str, Any]) -> dict[str, Any]:
     kept = ("id", "component", "source", "split")
     return {name: conversation[name] for name in kept} | {
+        "turn": 0,
         "input_ids": conversation["reference_ids"],
         "loss_spans": conversation["reference_spans"],
         "num_answer_tokens": sum(end - start for start, end in conversation["reference_spans"]),
@@ -158,7 +210,12 @@ def _finish(folder: Path, references: list[dict[str, Any]], figures: dict[str, A
     """Leaves looping answers out, orders the rest, and counts."""
     journal = folder / "journal.jsonl"
     answers = read_jsonl(journal, tolerate_truncated_tail=True) if journal.exists() else []
-    rows = sorted([*answers, *references], key=lambda row: row["id"])
+    # Of a session, its last answer with all before it; one that loops ends it before that.
+    whole: dict[str, dict[str, Any]] = {}
+    for row in answers:
+        if row["id"] not in whole or row["finish_reason"] != LOOPED:
+            whole[row["id"]] = row
+    rows = sorted([*whole.values(), *references], key=lambda row: row["id"])
     kept = [row for row in rows if row["finish_reason"] != LOOPED]
     if not kept:
         raise ValueError(f"generate: all {len(rows)} answers loop; try generate.temperature=0.7")

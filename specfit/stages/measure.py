@@ -1,5 +1,6 @@
 """`measure`: draft-and-verify decoding of held-out conversations, beside model-free baselines."""
 
+import json
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
@@ -9,15 +10,24 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from specfit.acceptance import Measured, Timed, changes, component_row, mix_row
+from specfit.acceptance import (
+    Measured,
+    Timed,
+    changes,
+    component_row,
+    mix_row,
+    worst_component,
+)
 from specfit.artifacts import Artifact
-from specfit.config import MeasureConfig, ProfileConfig
+from specfit.checks import GateRejected
 from specfit.engine import DecodeEngine
 from specfit.files import read_jsonl, write_json, write_jsonl
+from specfit.measure_config import MeasureConfig
 from specfit.measuring import Bench, Way, decode_all, held_out, is_of
+from specfit.traffic.config import ProfileConfig
 from specfit_serve.decode import Decoded
 
-VERSION = 3
+VERSION = 4
 log = logging.getLogger(__name__)
 
 TIMED_TOKENS = 48  # decoded alone of each timed prompt
@@ -41,8 +51,8 @@ def run(
     """
     bench = Bench(config, profile, seed, held_out(prompts), engine, speculators)
     ways = list(_ways(config, speculators))
-    for way in ways:
-        decode_all(folder / "requests.jsonl", bench, way)
+    for i, way in enumerate(ways):
+        decode_all(folder / "requests.jsonl", bench, way, leads=i == 0)
     _time_all(folder / "timings.jsonl", bench, ways)
     measured = [Measured(**row) for row in read_jsonl(folder / "requests.jsonl")]
     timed = [Timed(**row["timed"]) for row in read_jsonl(folder / "timings.jsonl")]
@@ -68,6 +78,25 @@ def run(
                 *(row["acceptance_length"], row["acceptance_length_low"]),
                 *(row["acceptance_length_high"], row["num_prompts"]),
             )
+
+
+def check_floor(made: Artifact, floor: float | None) -> None:
+    """Refuses a head that is too slow on some component; the mix may hide it.
+
+    Raises:
+        GateRejected: the acceptance length of one is below `floor` at its interval's lower end.
+    """
+    if floor is None:
+        return
+    rows = json.loads(made.file("acceptance.json").read_text())["rows"]
+    worst = worst_component(rows)
+    if worst["acceptance_length_low"] < floor:
+        raise GateRejected(
+            f"measure.floor must be reached on every component: {worst['component']} has an "
+            f"acceptance length of {worst['acceptance_length']:.3f} "
+            f"[{worst['acceptance_length_low']:.3f}, {worst['acceptance_length_high']:.3f}] at "
+            f"k={worst['num_draft_tokens']}, below {floor:g}; it is kept in {made.path}"
+        )
 
 
 def _ways(config: MeasureConfig, speculators: Iterable[str]) -> Iterator[Way]:

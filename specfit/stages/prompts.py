@@ -1,133 +1,230 @@
-"""`prompts`: conversations of the profile's components, as the target reads them."""
+"""`prompts`: sessions of the profile's components, as the target reads them."""
 
-import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from specfit.config import ComponentConfig, DataConfig, ProfileConfig
+from specfit.config import DataConfig
 from specfit.files import write_json, write_text
+from specfit.traffic.config import ComponentConfig, ProfileConfig
+from specfit.traffic.draw import mean_turns
+from specfit.traffic.mixture import Share, normalized
+from specfit.traffic.pools import SPLITS, Pool, Tally
+from specfit.traffic.sessions import (
+    Candidate,
+    Lengths,
+    Wanted,
+    output_limits,
+    prefix_of,
+    put_together,
+)
 from specfit_data.conversations import Conversation
 from specfit_data.example_page import example_html
 from specfit_data.render import Rendered, Renderer, RenderError
-from specfit_data.sources import Rejected, read
-from specfit_data.splits import split_of, without_duplicates
+from specfit_data.sessions import Session, prefix_text, with_prefix
 
-VERSION = 2
+VERSION = 3
 log = logging.getLogger(__name__)
 
-SPLITS = ("train", "validation", "test")
-MAX_ROWS = 50_000  # read of one source; which of them are taken is drawn by hash
 NUM_REASONS = 3  # of rejections, logged
 
 
-@dataclass
-class _Tally:
-    """What became of the conversations of one component, source and split."""
-
-    component: str
-    source: str
-    licence: str
-    split: str
-    num_kept: int = 0
-    num_rejected: int = 0
-    num_duplicates: int = 0
-    num_passed_over: int = 0  # too long or too short
-    num_prompt_tokens: int = 0
-    num_rows: int = 0  # read of the source
-    num_unreadable: int = 0  # of these, no conversation
-    num_learned: int = 0  # tokens of reference answers
-    num_read: int = 0  # tokens of references, prompts included
-    reasons: Counter[str] = field(default_factory=Counter)
-
-    def row(self) -> dict[str, Any]:
-        """As it stands in prompts.json."""
-        values = dict(vars(self))
-        del values["num_rows"], values["num_unreadable"]
-        learned, num_read = values.pop("num_learned"), values.pop("num_read")
-        return values | {"assistant_share": learned / num_read if num_read else None}
-
-
-class _Pool:
-    """The conversations of one source, by split, in an order that only their ids decide."""
-
-    def __init__(
-        self, name: str, component: str, data: DataConfig, seen: set[str], seed: int
-    ) -> None:
-        self.source = data.sources[name]
-        self.tallies = {
-            split: _Tally(component, name, self.source.licence, split) for split in SPLITS
-        }
-        found: dict[str, list[Conversation]] = {split: [] for split in SPLITS}
-        for conversation in self._read(name, seen):
-            split = split_of(conversation.id, held_out=self.source.held_out)
-            found[split].append(conversation)
-        self.waiting = {
-            split: sorted(own, key=lambda c: _rank(seed, c.id)) for split, own in found.items()
-        }
-
-    def _read(self, name: str, seen: set[str]) -> Iterator[Conversation]:
-        # What is not a conversation belongs to no split; the first that counts takes it.
-        tally = self.tallies["test" if self.source.held_out else "train"]
-
-        def conversations() -> Iterator[Conversation]:
-            for found in islice(read(name, self.source), MAX_ROWS):
-                tally.num_rows += 1
-                if tally.num_rows == MAX_ROWS:
-                    log.warning("prompts: only the first %d rows of %s are read", MAX_ROWS, name)
-                if isinstance(found, Rejected):
-                    tally.num_unreadable += 1
-                    tally.reasons[found.reason] += 1
-                    log.debug("prompts: %s rejected: %s", found.where, found.reason)
-                else:
-                    yield found
-
-        num_unique = 0
-        for conversation in without_duplicates(conversations(), seen):
-            num_unique += 1
-            yield conversation
-        tally.num_rejected = tally.num_unreadable
-        tally.num_duplicates = tally.num_rows - tally.num_unreadable - num_unique
-
-
 def run(
-    folder: Path, *, data: DataConfig, profile: ProfileConfig, seed: int, tokenizer: Any
+    folder: Path,
+    *,
+    data: DataConfig,
+    profile: ProfileConfig,
+    mixture: Sequence[Share],
+    seed: int,
+    tokenizer: Any,
 ) -> None:
     """Writes conversations.jsonl, prompts.json and example.html.
+
+    `data.num_train` sessions are shared out so that the components' answers have the tokens that
+    `mixture` asks for, if all answers are as long; `fit` corrects that when they are known. For
+    validation and the test each component has half by its weight and half by their number, so that
+    a rare one is measured, too: figures of the mix weigh components by the profile.
 
     Raises:
         ValueError: a source is not known or may not be used so, too many conversations cannot be
             rendered, or a component has none left.
     """
-    renderer = Renderer(tokenizer)
     _check_sources(data, profile)
+    making = _Making(data, profile, seed, Renderer(tokenizer), tokenizer)
     seen: set[str] = set()
-    pools: dict[tuple[str, str], _Pool] = {}
+    pools: dict[tuple[str, str], Pool] = {}
     # Held-out sources first: what is measured on is then a duplicate anywhere else.
     pairs = [(c.name, source) for c in profile.components for source in c.sources]
     for name, source in sorted(pairs, key=lambda p: not data.sources[p[1]].held_out):
-        pools[name, source] = _Pool(source, name, data, seen, seed)
-    total_weight = sum(c.weight for c in profile.components)
+        pools[name, source] = Pool(source, name, data, seen, seed)
+    quotas = _quotas(data, profile, mixture)
     rows: list[dict[str, Any]] = []
-    with tqdm(total=data.num_train + data.num_validation + data.num_test, desc="prompts") as bar:
+    lengths: list[dict[str, Any]] = []
+    with tqdm(total=sum(quotas.values()), desc="prompts") as making.bar:
         for component in profile.components:
             own = [pools[component.name, source] for source in component.sources]
             for split in SPLITS:
-                share = component.weight / total_weight
-                quota = max(1, round(getattr(data, f"num_{split}") * share))
-                taken = list(_take(own, split, quota, data, renderer, bar))
+                taken, found = making.sessions(component, split, quotas[component.name, split], own)
                 _check_taken(component, split, taken, own)
                 rows += taken
+                lengths += found
     tallies = [t for pool in pools.values() for t in pool.tallies.values()]
     _check_rejected(tallies, data.max_rejected)
-    _write(folder, rows, tallies, tokenizer)
+    shares = [vars(share) for share in mixture]
+    _write(folder, rows, tallies, {"lengths": lengths, "mixture": shares}, tokenizer)
+
+
+def _quotas(
+    data: DataConfig, profile: ProfileConfig, mixture: Sequence[Share]
+) -> dict[tuple[str, str], int]:
+    """Sessions, by component and split."""
+    turns = {c.name: mean_turns(c, profile.max_turns) for c in profile.components}
+    even = 1 / len(profile.components)
+    trained = normalized({s.component: s.training / turns[s.component] for s in mixture})
+    shares = {
+        "train": trained,
+        "validation": {c.name: (c.weight + even) / 2 for c in profile.components},
+    }
+    shares["test"] = shares["validation"]
+    return {
+        (name, split): max(1, round(getattr(data, f"num_{split}") * share))
+        for split, of in shares.items()
+        for name, share in of.items()
+    }
+
+
+@dataclass
+class _Making:
+    """Renders sessions."""
+
+    data: DataConfig
+    profile: ProfileConfig
+    seed: int
+    renderer: Renderer
+    tokenizer: Any
+    bar: Any = None
+
+    def sessions(
+        self, component: ComponentConfig, split: str, quota: int, pools: list[Pool]
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Up to `quota` sessions as rows, and their lengths beside those that are wanted."""
+        wanted = Wanted.of(component, self.profile, quota, self.seed)
+        queue = self._candidates(split, pools)
+        candidates = list(islice(queue, wanted.num_candidates))
+        sessions = put_together(wanted, candidates)
+        limits = output_limits(wanted, [1 + len(s.follow_ups) for s in sessions], self.seed)
+        lengths = Lengths()
+        prefix = self._prefix(component)
+        tallies = {pool.source_name: pool.tallies[split] for pool in pools}
+        rows = []
+        for session, limit in zip(sessions, limits, strict=True):
+            tally = tallies[session.first.source]
+            row = self._row(session, prefix, tally, lengths)
+            if row is not None:
+                rows.append(row | {"split": split, "output_limits": limit})
+                self.bar.update()
+        found = [
+            {"component": component.name, "split": split} | row
+            for row in lengths.rows(wanted, component)
+        ]
+        return rows, found
+
+    def _candidates(self, split: str, pools: list[Pool]) -> Iterator[Candidate]:
+        """Conversations of a split, from each source in turn.
+
+        A component with held-out sources is measured on those alone.
+        """
+        if split == "test" and any(pool.source.held_out for pool in pools):
+            pools = [pool for pool in pools if pool.source.held_out]
+        queues = [(pool.tallies[split], iter(pool.waiting[split])) for pool in pools]
+        while queues:
+            tally, queue = queues.pop(0)
+            for conversation in queue:
+                candidate = self._candidate(conversation, tally)
+                if candidate is not None:
+                    yield candidate
+                    queues.append((tally, queue))
+                    break
+
+    def _candidate(self, conversation: Conversation, tally: Tally) -> Candidate | None:
+        try:
+            prompt = self.renderer.prompt(conversation, self.data.loss_on.name)
+            if _is_answered(conversation):
+                self.renderer.full(conversation, self.data.loss_on.name)
+        except RenderError as error:
+            _reject(tally, error)
+            return None
+        num_tokens = len(prompt.input_ids)
+        if not self.data.min_prompt_tokens <= num_tokens <= self.data.max_prompt_tokens:
+            tally.num_passed_over += 1
+            return None
+        return Candidate(conversation, num_tokens)
+
+    def _prefix(self, component: ComponentConfig) -> str | None:
+        num_tokens = prefix_of(component, self.profile)
+        if num_tokens == 0:
+            return None
+        return prefix_text(num_tokens, lambda text: len(self.tokenizer(text).input_ids))
+
+    def _row(
+        self, session: Session, prefix: str | None, tally: Tally, lengths: Lengths
+    ) -> dict[str, Any] | None:
+        conversation = session.first
+        loss_on = self.data.loss_on.name
+        reference: Rendered | None = None
+        try:
+            bare = self.renderer.prompt(conversation, loss_on)
+            if prefix is not None:
+                session = with_prefix(session, prefix)
+            prompt = self.renderer.prompt(session.first, loss_on)
+            if _is_answered(conversation) and not session.follow_ups:
+                reference = self.renderer.full(session.first, loss_on)
+            follow_ups = [
+                self.renderer.follow_up(session, i) for i in range(len(session.follow_ups))
+            ]
+            end_ids = self.renderer.end_of_turn(session)
+        except RenderError as error:
+            _reject(tally, error)
+            return None
+        num_tokens = len(prompt.input_ids)
+        tally.num_kept += 1 + session.num_composed
+        tally.num_prompt_tokens += num_tokens
+        if reference is not None:
+            tally.num_learned += sum(end - start for start, end in reference.spans)
+            tally.num_read += len(reference.input_ids)
+        lengths.prompts.append(len(bare.input_ids))
+        lengths.new += map(len, follow_ups)
+        lengths.turns.append(1 + len(follow_ups))
+        return {
+            "id": conversation.id,
+            "component": tally.component,
+            "source": tally.source,
+            "licence": tally.licence,
+            "prompt_ids": prompt.input_ids,
+            "prompt_spans": prompt.spans,
+            "num_prefix_tokens": num_tokens - len(bare.input_ids),
+            # What a later request adds to the answer before it, which is not known here.
+            "follow_ups": follow_ups,
+            "end_ids": end_ids,
+            "reference_ids": reference.input_ids if reference else None,
+            "reference_spans": reference.spans if reference else None,
+        }
+
+
+def _is_answered(conversation: Conversation) -> bool:
+    return any(m.role == "assistant" for m in conversation.messages)
+
+
+def _reject(tally: Tally, error: RenderError) -> None:
+    tally.num_rejected += 1
+    tally.reasons[str(error)] += 1
 
 
 def _check_sources(data: DataConfig, profile: ProfileConfig) -> None:
@@ -154,64 +251,8 @@ def _check_sources(data: DataConfig, profile: ProfileConfig) -> None:
             )
 
 
-def _take(
-    pools: list[_Pool], split: str, quota: int, data: DataConfig, renderer: Renderer, bar: Any
-) -> Iterator[dict[str, Any]]:
-    """Up to `quota` conversations of a split, from each source in turn.
-
-    A component with held-out sources is measured on those alone.
-    """
-    if split == "test" and any(pool.source.held_out for pool in pools):
-        pools = [pool for pool in pools if pool.source.held_out]
-    queues = [(pool.tallies[split], iter(pool.waiting[split])) for pool in pools]
-    num_taken = 0
-    while queues and num_taken < quota:
-        tally, queue = queues.pop(0)
-        for conversation in queue:
-            row = _rendered(conversation, tally, data, renderer)
-            if row is not None:
-                yield row
-                num_taken += 1
-                bar.update()
-                queues.append((tally, queue))
-                break
-
-
-def _rendered(
-    conversation: Conversation, tally: _Tally, data: DataConfig, renderer: Renderer
-) -> dict[str, Any] | None:
-    reference: Rendered | None = None
-    try:
-        prompt = renderer.prompt(conversation, data.loss_on.name)
-        if any(m.role == "assistant" for m in conversation.messages):
-            reference = renderer.full(conversation, data.loss_on.name)
-    except RenderError as error:
-        tally.num_rejected += 1
-        tally.reasons[str(error)] += 1
-        return None
-    if not data.min_prompt_tokens <= len(prompt.input_ids) <= data.max_prompt_tokens:
-        tally.num_passed_over += 1
-        return None
-    tally.num_kept += 1
-    tally.num_prompt_tokens += len(prompt.input_ids)
-    if reference is not None:
-        tally.num_learned += sum(end - start for start, end in reference.spans)
-        tally.num_read += len(reference.input_ids)
-    return {
-        "id": conversation.id,
-        "component": tally.component,
-        "source": tally.source,
-        "licence": tally.licence,
-        "split": tally.split,
-        "prompt_ids": prompt.input_ids,
-        "prompt_spans": prompt.spans,
-        "reference_ids": reference.input_ids if reference else None,
-        "reference_spans": reference.spans if reference else None,
-    }
-
-
 def _check_taken(
-    component: ComponentConfig, split: str, taken: list[dict[str, Any]], pools: list[_Pool]
+    component: ComponentConfig, split: str, taken: list[dict[str, Any]], pools: list[Pool]
 ) -> None:
     if taken:
         return
@@ -227,7 +268,7 @@ def _check_taken(
     )
 
 
-def _check_rejected(tallies: list[_Tally], max_rejected: float) -> None:
+def _check_rejected(tallies: list[Tally], max_rejected: float) -> None:
     rows, unreadable = sum(t.num_rows for t in tallies), sum(t.num_unreadable for t in tallies)
     unrendered = sum(t.num_rejected for t in tallies) - unreadable
     tried = unrendered + sum(t.num_kept + t.num_passed_over for t in tallies)
@@ -242,15 +283,21 @@ def _check_rejected(tallies: list[_Tally], max_rejected: float) -> None:
             )
 
 
-def _most_common(tallies: list[_Tally]) -> str:
+def _most_common(tallies: list[Tally]) -> str:
     reasons: Counter[str] = sum((t.reasons for t in tallies), Counter())
     return "; ".join(f"{n}x {reason}" for reason, n in reasons.most_common(NUM_REASONS))
 
 
-def _write(folder: Path, rows: list[dict[str, Any]], tallies: list[_Tally], tokenizer: Any) -> None:
+def _write(
+    folder: Path,
+    rows: list[dict[str, Any]],
+    tallies: list[Tally],
+    figures: dict[str, Any],
+    tokenizer: Any,
+) -> None:
     write_text(folder / "conversations.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     used = [t.row() for t in tallies if t.num_kept + t.num_rejected + t.num_passed_over]
-    write_json(folder / "prompts.json", {"rows": used})
+    write_json(folder / "prompts.json", {"rows": used} | figures)
     example = next((row for row in rows if row["reference_ids"]), rows[0])
     ids = example["reference_ids"] or example["prompt_ids"]
     spans = example["reference_spans"] or example["prompt_spans"]
@@ -274,7 +321,3 @@ def _table(rows: list[dict[str, Any]]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     )
-
-
-def _rank(seed: int, conversation_id: str) -> str:
-    return hashlib.sha256(f"{seed}:{conversation_id}".encode()).hexdigest()

@@ -13,9 +13,10 @@ from tqdm import tqdm
 
 from specfit.artifacts import Artifact
 from specfit.checks import GateRejected
-from specfit.config import Engine, MeasureConfig, ProfileConfig
+from specfit.config import Engine
 from specfit.engine import DecodeEngine, decode_engine
 from specfit.files import read_jsonl, write_json
+from specfit.measure_config import MeasureConfig
 from specfit.quantization.acceptance_change import acceptance_changes
 from specfit.quantization.checkpoint import is_complete, write_checkpoint
 from specfit.quantization.comparisons import compare
@@ -39,6 +40,7 @@ from specfit.report import quantization
 from specfit.targets.info import read_info_file
 from specfit.targets.load import prepare
 from specfit.targets.target import Target
+from specfit.traffic.config import ProfileConfig
 
 VERSION = 4
 FIDELITY = "fidelity.json"  # written last

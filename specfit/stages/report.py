@@ -2,17 +2,22 @@
 
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from specfit.config import ReportConfig
-from specfit.report import latency, making, measured, opening, pages, plots, quantization
+from specfit.matrix import CONFIDENCE as MATRIX_CONFIDENCE
+from specfit.matrix import Found
+from specfit.matrix import matrix as matrix_rows
+from specfit.report import fitted, latency, making, measured, opening, pages, plots, quantization
+from specfit.report import matrix as matrix_page
 from specfit.report.acceptance import Acceptance
 from specfit.report.definitions import definitions
 from specfit.report.document import Document
 from specfit.report.sweep import write_sweep
 
-VERSION = 5
+VERSION = 6
 
 log = logging.getLogger(__name__)
 
@@ -27,25 +32,30 @@ def run(
     extract: Path | None,
     train: Path,
     measure: Path,
+    predict: Path,
     export: Path,
     bench: Path | None,
     provenance: dict[str, Any],
+    matrix: Sequence[Found],
     report: ReportConfig,
 ) -> None:
     """Writes report.html, report.md, report.json and their plots into `folder`.
 
     Args:
         folder: where to.
-        prompts: a finished artifact, as are `generate`, `fit`, `train`, `measure` and `export`.
+        prompts: a finished artifact, as are `generate`, `fit`, `train`, `measure`,
+            `predict` and `export`.
         quantize: see `prompts`; None where the target is served as it came.
         generate: see `prompts`.
         fit: see `prompts`.
         extract: the hidden-state store; None where states were computed while training.
         train: see `prompts`.
         measure: see `prompts`.
+        predict: see `prompts`.
         export: see `prompts`.
         bench: its figures; None where latency was not measured.
         provenance: keys, versions, git, seed, command, target, profile and config.
+        matrix: what was measured of several heads on several profiles; beside the page, too.
         report: what else to show; a sweep is written beside the page.
 
     Raises:
@@ -64,6 +74,7 @@ def run(
         "train_log": _read_lines(train / "train_log.jsonl"),
         "evals": _read_lines(train / "evals.jsonl"),
         "acceptance": _read(measure / "acceptance.json"),
+        "latency": _read(predict / "latency.json"),
         "parity": _read(export / "parity.json"),
         "manifest": _read(export / "manifest.json"),
         "bench": None if bench is None else _read(bench),
@@ -76,6 +87,8 @@ def run(
     (folder / "report.json").write_text(text + "\n", encoding="utf-8")
     if report.sweep is not None:
         write_sweep(folder, Path(report.sweep))
+    if matrix:
+        matrix_page.write(folder, matrix_rows(matrix), MATRIX_CONFIDENCE)
     log.info("report verdict=%r page=%s", record["verdict"], folder / "report.html")
 
 
@@ -99,7 +112,8 @@ def _compose(folder: Path, record: dict[str, Any], found: Acceptance) -> Documen
             *quantized,
             making.training(train, record["train_log"], record["evals"], images),
             making.data(record["prompts"], record["generate"]),
-            making.coverage(record["fit"]),
+            fitted.mixture(record["fit"]),
+            fitted.coverage(record["fit"]),
             making.throughput({name: record[name] for name in ("generate", "extract", "train")}),
             making.export(parity, record["manifest"]),
             making.provenance(provenance),

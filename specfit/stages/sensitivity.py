@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from specfit.artifacts import Artifact
-from specfit.config import ProfileConfig
 from specfit.engine import DecodeEngine
 from specfit.files import read_jsonl, write_json
 from specfit.quantization.activations import input_amax
@@ -21,6 +20,7 @@ from specfit.quantization.refusals import check_disk, units_to_choose_from
 from specfit.quantization.selection import measure_alone
 from specfit.quantization.texts import passages, read_texts, write_texts
 from specfit.targets.target import Target
+from specfit.traffic.config import ProfileConfig
 
 VERSION = 3
 FIGURES = "sensitivity.json"  # written last

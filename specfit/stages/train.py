@@ -8,7 +8,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from specfit.artifacts import Artifact
-from specfit.config import ExtractConfig, Init, SpeculatorConfig, TrainConfig
+from specfit.config import ExtractConfig, Init, SpeculatorConfig
 from specfit.draft_vocab import DraftVocab
 from specfit.files import read_jsonl, require_free, write_json
 from specfit.speculators.eagle3 import Eagle3
@@ -19,13 +19,14 @@ from specfit.states.online import OnlineStates
 from specfit.states.store import StateStore
 from specfit.targets.target import Target
 from specfit.training.checkpoints import Progress, drop_states
+from specfit.training.config import TrainConfig
 from specfit.training.launch import launch
 from specfit.training.loop import Documents, Listed, StateSource, train
 from specfit.training.objective import DraftObjective
 from specfit.training.runlog import EVALS, STEPS, RunLog
 from specfit_kernels.floors import speed
 
-VERSION = 1
+VERSION = 2
 FIGURES = "train.json"  # written last
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class TrainJob:
     weights: dict[str, float]  # of the profile's components
     seed: int
     answers: Artifact
-    vocab: Artifact
+    fit: Artifact
     states: Artifact | None  # None: on the fly
     open_target: Callable[[], Target]
     wandb_project: str | None
@@ -75,7 +76,7 @@ def run(job: TrainJob, *, num_processes: int) -> None:
 def _work(job: TrainJob) -> None:
     target = job.open_target()
     accelerator = Accelerator(cpu=target.device.type == "cpu")
-    vocab = DraftVocab.load(job.vocab.file("draft_vocab.safetensors"))
+    vocab = DraftVocab.load(job.fit.file("draft_vocab.safetensors"))
     head = Eagle3(head_config(job.speculator, target.info))
     initialize(head, target, vocab, job.speculator.init, job.seed)
     head.lm_head.requires_grad_(not job.config.freeze_lm_head)
@@ -123,7 +124,8 @@ def _documents(job: TrainJob, target: Target) -> Documents:
         aux_layers = list(head_config(job.speculator, target.info).aux_layers)
         source = OnlineStates(target, found, aux_layers, job.extract.dtype)
     listed: Sequence[Listed] = source.documents
-    of_train = [i for i, d in enumerate(listed) if d.split == "train"]
+    index = {d.id: i for i, d in enumerate(listed)}
+    of_train = [index[row["id"]] for row in read_jsonl(job.fit.file("mixture.jsonl"))]
     lengths = [listed[i].num_tokens for i in of_train]
     validation = {
         name: [i for i, d in enumerate(listed) if (d.split, d.component) == ("validation", name)]

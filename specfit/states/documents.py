@@ -18,6 +18,7 @@ class Document:
 
     id: str
     component: str
+    source: str
     split: str  # train | validation
     input_ids: list[int]
     loss_spans: list[tuple[int, int]]  # where the assistant speaks: half-open, in tokens
@@ -26,6 +27,11 @@ class Document:
     def num_tokens(self) -> int:
         """Prompt and answer."""
         return len(self.input_ids)
+
+    @property
+    def num_answer_tokens(self) -> int:
+        """That are learned from."""
+        return sum(end - start for start, end in self.loss_spans)
 
     @property
     def loss_mask(self) -> Bool[Tensor, "seq"]:
@@ -46,7 +52,7 @@ def document_of(row: dict[str, Any], max_tokens: int) -> Document | None:
     if not spans:
         return None
     ids = row["input_ids"][:max_tokens]
-    return Document(row["id"], row["component"], row["split"], ids, spans)
+    return Document(row["id"], row["component"], row["source"], row["split"], ids, spans)
 
 
 def read_documents(path: Path, *, max_tokens: int, splits: Sequence[str]) -> list[Document]:

@@ -13,17 +13,16 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from specfit.config import TrainConfig
 from specfit.draft_vocab import DraftVocab
-from specfit.mix import mixed_acceptance_length, mixed_interval
+from specfit.mix import Sessions, each_alone, mixed_acceptance_length, mixed_interval
 from specfit.speculators.batches import TrainBatch, pack
 from specfit.targets.target import HiddenStates
 from specfit.training.checkpoints import Progress, load_state, rounded, save_head, save_state
+from specfit.training.config import TrainConfig
 from specfit.training.objective import DraftObjective, PackFigures
 from specfit.training.replay import replay
 from specfit.training.runlog import RunLog
 from specfit.training.schedule import StepPlan, eval_steps, learning_rate, plan_steps
-from specfit_serve.stats import DecodeStats
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +30,10 @@ log = logging.getLogger(__name__)
 @runtime_checkable
 class Listed(Protocol):
     """What is known of a document before its states are read."""
+
+    @property
+    def id(self) -> str:
+        """Of its conversation."""
 
     @property
     def component(self) -> str:
@@ -185,17 +188,18 @@ def _evaluate(
 ) -> None:
     """Measures acceptance on the validation conversations; the best head so far is kept."""
     head = rounded(objective.head)
-    stats: dict[str, list[DecodeStats]] = {}
+    stats: dict[str, Sessions] = {}
     for component, indices in documents.validation.items():
-        stats[component] = replay(
+        found = replay(
             head,
             (documents.source.read(i) for i in indices),
             num_draft_tokens=config.eval_draft_tokens,
             embeddings=objective.embeddings,
             target_ids=objective.target_ids,
         )
-    # What has no round (no answer, or answers of one token) has no acceptance length either.
-    stats = {name: own for name, own in stats.items() if any(s.num_rounds for s in own)}
+        # What has no round (no answer, or answers of one token) has no acceptance length either.
+        if any(s.num_rounds for s in found):
+            stats[component] = each_alone(found)
     if not stats:
         raise ValueError(
             "data.num_validation must be larger: no validation answer has more than one token"

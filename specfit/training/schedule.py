@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specfit.config import TrainConfig
 from specfit.speculators.batches import epoch_packs
+from specfit.training.config import TrainConfig
 
 
 @dataclass(frozen=True)

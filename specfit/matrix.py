@@ -1,0 +1,199 @@
+"""Heads by profiles: what a head that was fitted to one traffic is worth on another."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float
+
+from specfit.acceptance import Measured, by_session
+from specfit.artifacts import Artifact
+from specfit.config import RunConfig, job_config
+from specfit.files import read_jsonl
+
+Counts = Float[np.ndarray, "sessions 3"]  # tokens, rounds and requests of each
+NUM_BOOTSTRAP, CONFIDENCE = 2000, 0.95  # resamples behind each interval, and its level
+FITTED = "eagle3"  # what a measurement calls the head that was fitted to its own profile
+
+
+@dataclass(frozen=True)
+class Job:
+    """One of a sweep: a profile, fitted with a seed."""
+
+    profile: str
+    seed: int
+    cfg: RunConfig
+
+    def beside(self, heads: Mapping[str, Artifact]) -> RunConfig:
+        """The job's measurement, with the heads of other profiles by their names."""
+        others = {name: str(head.path) for name, head in heads.items() if name != self.profile}
+        return replace(self.cfg, measure=replace(self.cfg.measure, speculators=others, floor=None))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was measured on one profile with one seed."""
+
+    profile: str
+    seed: int
+    weights: dict[str, float]
+    requests: Path  # requests.jsonl
+
+
+def jobs_of(sweep: Path) -> list[Job]:
+    """The jobs of a multirun folder.
+
+    Raises:
+        FileNotFoundError: it holds no job.
+        ValueError: two jobs have the same profile and seed: which of them is meant is not known.
+    """
+    folders = [path for path in sorted(sweep.iterdir()) if (path / "job.json").is_file()]
+    if not folders:
+        raise FileNotFoundError(f"report.matrix must be a multirun folder with jobs, got {sweep}")
+    jobs: dict[tuple[str, int], Job] = {}
+    for folder in folders:
+        cfg = job_config(folder)
+        place = cfg.profile.name, cfg.seed
+        if place in jobs:
+            raise ValueError(
+                f"report.matrix must have one job a profile and seed, {sweep} has several of "
+                f"profile {place[0]} and seed {place[1]}"
+            )
+        jobs[place] = Job(cfg.profile.name, cfg.seed, cfg)
+    return list(jobs.values())
+
+
+def matrix(found: Sequence[Found]) -> list[dict[str, Any]]:
+    """A row a head and profile: acceptance length, and its change from the matched head's.
+
+    The lengths are of the profile's mix, tokens over rounds, all seeds together. Intervals draw
+    seeds first and then the sessions of each, the same ones for both heads of a change: with three
+    seeds they are wide, and hold what another training run would change as well.
+    """
+    profiles = list(dict.fromkeys(f.profile for f in found))
+    rows = []
+    for profile in profiles:
+        own = [f for f in found if f.profile == profile]
+        by_head = _counts_by_head(own)
+        matched = _resampled(by_head[profile], own[0].weights)
+        for head, counts in by_head.items():
+            lengths = _resampled(counts, own[0].weights)
+            length, best = (_pooled(by_head[name], own[0].weights) for name in (head, profile))
+            low, high = _interval(lengths)
+            change_low, change_high = _interval(lengths / matched - 1)
+            rows.append(
+                {
+                    "head": head,
+                    "profile": profile,
+                    "num_seeds": len(counts),
+                    "num_sessions": sum(len(c) for of in counts for c in of.values()),
+                    "acceptance_length": length,
+                    "acceptance_length_low": low,
+                    "acceptance_length_high": high,
+                    "by_seed": [_pooled([of], own[0].weights) for of in counts],
+                    "change": length / best - 1,
+                    "change_low": change_low,
+                    "change_high": change_high,
+                }
+            )
+    return rows
+
+
+def _counts_by_head(found: Sequence[Found]) -> dict[str, list[dict[str, Counts]]]:
+    """By head: of each seed, by component, the counts of the sessions, in one order for all."""
+    by_head: dict[str, list[dict[str, Counts]]] = {}
+    for one in found:
+        measured = [Measured(**row) for row in read_jsonl(one.requests)]
+        k = min(m.num_draft_tokens for m in measured if m.proposer == FITTED)
+        for proposer in dict.fromkeys(m.proposer for m in measured):
+            if proposer in ("none", "ngram"):
+                continue
+            own = [m for m in measured if (m.proposer, m.num_draft_tokens) == (proposer, k)]
+            name = one.profile if proposer == FITTED else proposer
+            by_head.setdefault(name, []).append(
+                {c: _counts([m for m in own if m.component == c]) for c in one.weights}
+            )
+    return {name: of for name, of in by_head.items() if len(of) == len(found)}
+
+
+def _counts(measured: Sequence[Measured]) -> Counts:
+    sessions = sorted(by_session(measured).items())
+    return np.array(
+        [
+            (sum(s.num_tokens for s in of), sum(s.num_rounds for s in of), len(of))
+            for _, of in sessions
+        ],
+        dtype=np.float64,
+    )
+
+
+def _pooled(counts: Sequence[Mapping[str, Counts]], weights: Mapping[str, float]) -> float:
+    sums = [{name: c.sum(0) for name, c in of.items()} for of in counts]
+    return float(_length(sums, weights))
+
+
+def _length(sums: Sequence[Mapping[str, Any]], weights: Mapping[str, float]) -> Any:
+    """Tokens over rounds of the mix; components count by their share of the requests."""
+    tokens = rounds = 0.0
+    for name, weight in weights.items():
+        total = sum(of[name] for of in sums)
+        tokens = tokens + weight * total[..., 0] / total[..., 2]
+        rounds = rounds + weight * total[..., 1] / total[..., 2]
+    return tokens / rounds
+
+
+def _resampled(
+    counts: Sequence[Mapping[str, Counts]], weights: Mapping[str, float]
+) -> Float[np.ndarray, " resamples"]:
+    """Lengths of the mix: as many seeds as there are, drawn again, then sessions of each."""
+    generator = np.random.default_rng(0)  # the same sessions for every head
+    lengths = np.empty(NUM_BOOTSTRAP)
+    for i in range(NUM_BOOTSTRAP):
+        drawn = generator.integers(len(counts), size=len(counts))
+        sums = [
+            {
+                name: c[generator.integers(len(c), size=len(c))].sum(0)
+                for name, c in counts[at].items()
+            }
+            for at in drawn
+        ]
+        lengths[i] = _length(sums, weights)
+    return lengths
+
+
+def _interval(values: Float[np.ndarray, " resamples"]) -> tuple[float, float]:
+    low, high = np.quantile(values, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(low), float(high)
+
+
+@runtime_checkable
+class Makes(Protocol):
+    """A path that makes a head and measures it."""
+
+    @property
+    def train(self) -> Artifact:
+        """The head."""
+
+    @property
+    def measure(self) -> Artifact:
+        """It, and those of `measure.speculators`."""
+
+
+def measured_heads(sweep: str | None, path_of: Callable[[RunConfig], Makes]) -> list[Found]:
+    """What is measured of each head of a sweep on each of its profiles; made where it is missing.
+
+    Heads meet on the prompts of the profile and the seed: those of another seed are not measured.
+    """
+    if sweep is None:
+        return []
+    jobs = jobs_of(Path(sweep))
+    heads = {(job.profile, job.seed): path_of(job.cfg).train for job in jobs}
+    found = []
+    for job in jobs:
+        own = {name: head for (name, seed), head in heads.items() if seed == job.seed}
+        weights = {c.name: c.weight for c in job.cfg.profile.components}
+        requests = path_of(job.beside(own)).measure.file("requests.jsonl")
+        found.append(Found(job.profile, job.seed, weights, requests))
+    return found

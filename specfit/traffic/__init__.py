@@ -1,0 +1,1 @@
+"""What the traffic is: profiles, fingerprints, logs, drift, and drawing from them."""
