@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -17,27 +16,24 @@ from specfit.targets.locate import Location
 from specfit.targets.target import Target
 
 
-class Checkpoints(Protocol):
-    """What has the target: the path."""
-
-    cfg: RunConfig
-    location: Location
-    device: torch.device
-
-    @property
-    def target(self) -> Artifact:
-        """As it comes."""
-
-    @property
-    def quantize(self) -> Artifact:
-        """Quantized, where a budget asks for it."""
-
-
 class OpenTarget:
-    """Opens the target, each form of it once."""
+    """Opens the target, each form of it once.
 
-    def __init__(self, path: Checkpoints) -> None:
-        self._path = path
+    `target` and `quantize` give the artifacts that hold it as it comes and, where a budget asks for
+    it, quantized; they are asked when they are needed.
+    """
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        location: Location,
+        device: torch.device,
+        *,
+        target: Callable[[], Artifact],
+        quantize: Callable[[], Artifact],
+    ) -> None:
+        self._cfg, self._location, self._device = cfg, location, device
+        self._target, self._quantize = target, quantize
 
     @cached_property
     def info(self) -> TargetInfo:
@@ -52,49 +48,49 @@ class OpenTarget:
     def _open_plain(self) -> Callable[[], Target]:
         return partial(
             open_target,
-            self._path.target,
-            self._path.cfg.target,
-            self._path.location,
-            self._path.device,
+            self._target(),
+            self._cfg.target,
+            self._location,
+            self._device,
         )
 
     @property
     def served(self) -> Artifact:
         """What holds the target that speculation is fitted to."""
-        return self._path.target if self._path.cfg.quantize.budget is None else self._path.quantize
+        return self._target() if self._cfg.quantize.budget is None else self._quantize()
 
     @cached_property
     def loaded(self) -> Target:
         """That target in memory."""
-        return self.plain if self.served is self._path.target else self.open_served()
+        return self.plain if self.served is self._target() else self.open_served()
 
     @property
     def open_served(self) -> Callable[[], Target]:
-        if self.served is self._path.target:
+        if self.served is self._target():
             return self._open_plain
-        return partial(quantize.open_quantized, self.served, self._path.device)
+        return partial(quantize.open_quantized, self.served, self._device)
 
     @property
     def plain_engine(self) -> DecodeEngine:
         """Decodes the target as it comes. Its packed weights last as long as the stage does."""
-        return decode_engine(self._path.cfg.runtime.engine, self.plain, self.plain_folder)
+        return decode_engine(self._cfg.runtime.engine, self.plain, self.plain_folder)
 
     @property
     def engine(self) -> DecodeEngine:
         """Decodes the target that speculation is fitted to."""
-        return decode_engine(self._path.cfg.runtime.engine, self.loaded, self.served_folder)
+        return decode_engine(self._cfg.runtime.engine, self.loaded, self.served_folder)
 
     @property
     def served_folder(self) -> Path:
         """Of that target's checkpoint."""
-        if self.served is self._path.target:
+        if self.served is self._target():
             return self.plain_folder
         return self.served.folder() / quantize.MODEL
 
     @property
     def plain_folder(self) -> Path:
         """Of the checkpoint as it comes."""
-        return checkpoint_folder(self._path.target, self._path.location)
+        return checkpoint_folder(self._target(), self._location)
 
     def close_plain(self) -> None:
         """Lets go of the target as it comes: nobody needs both in memory."""

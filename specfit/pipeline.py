@@ -88,7 +88,13 @@ class _Path:
         digests = self.store.root / "digests.json"
         self.location = locate(cfg.target, digests=digests, download=download)
         self.recipes = recipes_of(cfg, self.location, digests)
-        self.opened = OpenTarget(self)
+        self.opened = OpenTarget(
+            cfg,
+            self.location,
+            self.device,
+            target=lambda: self.target,
+            quantize=lambda: self.quantize,
+        )
         self.beside = Beside(cfg, self.store, self._count_tokens)
         self.cfg = self.beside.observed()
         if self.cfg is not cfg:

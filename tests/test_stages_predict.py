@@ -252,7 +252,7 @@ def test_on_this_machine_constants_are_measured(tmp_path):
     )
     run(made)
     passes = read(tmp_path, "pass")
-    assert {(r["batch"], r["tokens_per_sequence"]) for r in passes} >= {(1, 1), (4, 5)}
+    assert {(r["batch"], r["tokens_per_sequence"]) for r in passes} >= {(1, 1), (1, 9), (4, 3)}
     for r in passes:
         assert r["relative_error"] == pytest.approx(r["modelled_ms"] / r["measured_ms"] - 1)
     constants = json.loads((tmp_path / FIGURES).read_text())["constants"]

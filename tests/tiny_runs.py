@@ -18,6 +18,7 @@ SMALL = [
     "data.num_train=8",
     "data.num_validation=2",
     "data.num_test=3",
+    "profile=local",
     "profile.name=tiny",
     "profile.components=[{name:mine,weight:1,sources:[mine]}]",
     "generate.max_new_tokens=16",

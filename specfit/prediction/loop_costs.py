@@ -74,7 +74,7 @@ def measure_costs(
     longest: int,
     num_draft_tokens: int,
     batch_size: int,
-    repetitions: int = 6,
+    repetitions: int = 12,
     aux_layers: list[int] | None = None,
 ) -> MeasuredCosts:
     """Times the loop at batches that double, on random tokens, which take as long as any others.

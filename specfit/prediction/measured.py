@@ -26,8 +26,8 @@ from specfit_kernels.floors import read_bytes_per_second
 from specfit_serve.llama import LlamaTarget
 from specfit_serve.protocols import DecodeTarget
 
-BATCHES = (1, 4)
-WIDTHS = (1, 2, 3, 5)
+# Tokens a sequence, by the number of sequences: most of one, which is what latency is asked of.
+WIDTHS = {1: (1, 2, 3, 5, 9), 4: (1, 3)}
 CONTEXTS = (64, 256)  # tokens; shorter where the target's context is
 SECONDS = 4.0  # for timing passes, if that is enough for MIN_REPETITIONS of each
 MIN_REPETITIONS = 3
@@ -75,17 +75,17 @@ def measure(
     device = engine.target.device.type
     require(device == "cpu", "hardware", "have its constants given for a device like this", device)
     limit = engine.target.info.max_position_embeddings
-    widest = max(*WIDTHS, DRAFT_TOKENS + 1)
+    widest = max(*WIDTHS[1], DRAFT_TOKENS + 1)
     longest = min(max(CONTEXTS), limit - widest - DRAFT_REPETITIONS)
     room = longest + widest + DRAFT_REPETITIONS
     contexts = sorted({min(context, longest) for context in CONTEXTS})
     aux_layers = list(head[0].config.aux_layers) if head else None
-    target = engine.slots(num_slots=max(BATCHES), max_length=room, aux_layers=aux_layers)
+    target = engine.slots(num_slots=max(WIDTHS), max_length=room, aux_layers=aux_layers)
     bandwidth = read_bytes_per_second()
     passes = time_passes(target, contexts)
     seconds = 0.0
     if head is not None:
-        proposer = engine.eagle3(*head, num_slots=max(BATCHES), max_length=room)
+        proposer = engine.eagle3(*head, num_slots=max(WIDTHS), max_length=room)
         seconds = draft_seconds(target, proposer, DRAFT_TOKENS, contexts[0], DRAFT_REPETITIONS)
     model = fit(passes, unit_model(target, description), bandwidth)
     model = replace(model, draft_cost=seconds / model.step_seconds(1, 1, 0.0))
@@ -100,7 +100,7 @@ def time_passes(target: DecodeTarget, contexts: Sequence[int]) -> list[Pass]:
         contexts: tokens before a pass, ascending.
     """
     generator = torch.Generator().manual_seed(0)
-    size = (max(BATCHES), contexts[-1] + max(WIDTHS))
+    size = (max(WIDTHS), contexts[-1] + max(WIDTHS[1]))
     tokens = torch.randint(target.vocab_size, size, generator=generator)
 
     def run(batch: int, width: int, context: int, *, last_only: bool = False) -> float:
@@ -111,9 +111,11 @@ def time_passes(target: DecodeTarget, contexts: Sequence[int]) -> list[Pass]:
 
     run(1, 1, 0)  # what is compiled or packed at first use
     longest = contexts[-1]
-    prefill = run(max(BATCHES), longest, 0, last_only=True)
+    prefill = run(max(WIDTHS), longest, 0, last_only=True)
     found: dict[tuple[int, int, int], list[float]] = {
-        shape: [] for shape in product(BATCHES, WIDTHS, contexts)
+        (batch, width, context): []
+        for batch, widths in WIDTHS.items()
+        for width, context in product(widths, contexts)
     }
     end = perf_counter() + SECONDS
     repetitions = 0
@@ -123,10 +125,10 @@ def time_passes(target: DecodeTarget, contexts: Sequence[int]) -> list[Pass]:
             if repetitions > 0:  # the first warms up
                 times.append(taken)
         repetitions += 1
-    for slot in range(max(BATCHES)):
+    for slot in range(max(WIDTHS)):
         target.release(slot)
     passes = [Pass(b, m, c, m, median(times)) for (b, m, c), times in found.items()]
-    return [*passes, Pass(max(BATCHES), longest, 0, 1, prefill)]
+    return [*passes, Pass(max(WIDTHS), longest, 0, 1, prefill)]
 
 
 def unit_model(target: DecodeTarget, description: ModelConfig) -> LatencyModel:

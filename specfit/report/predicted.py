@@ -268,7 +268,7 @@ def _side(row: Record) -> str:
 
 
 def _range(row: Record) -> str:
-    low, high = (f"{row[f'expected_{end}']:g}" for end in ("low", "high"))
+    low, high = (f"{row[f'expected_{end}']:.3g}" for end in ("low", "high"))
     return low if low == high else f"{low}{DASH}{high}"
 
 
@@ -371,4 +371,4 @@ def _round_bars(axes: Axes, record: Record) -> None:
     axes.set(xlabel="k, drafted tokens", ylabel="ms a round")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -10,7 +10,18 @@ from specfit.config import ReportConfig
 from specfit.matrix import CONFIDENCE as MATRIX_CONFIDENCE
 from specfit.matrix import Found
 from specfit.matrix import matrix as matrix_rows
-from specfit.report import fitted, latency, making, measured, opening, pages, plots, quantization
+from specfit.report import (
+    fitted,
+    latency,
+    making,
+    matched,
+    measured,
+    opening,
+    pages,
+    plots,
+    predicted,
+    quantization,
+)
 from specfit.report import matrix as matrix_page
 from specfit.report.acceptance import Acceptance
 from specfit.report.definitions import definitions
@@ -107,8 +118,10 @@ def _compose(folder: Path, record: dict[str, Any], found: Acceptance) -> Documen
         opening.lead(found, provenance),
         opening.opening(found, provenance, parity),
         [
+            matched.section(record, found),
             *measured.sections(found, images),
             *timed,
+            predicted.section(folder, record["latency"]),
             *quantized,
             making.training(train, record["train_log"], record["evals"], images),
             making.data(record["prompts"], record["generate"]),

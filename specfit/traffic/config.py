@@ -103,8 +103,9 @@ class ProfileConfig:
     components: list[ComponentConfig] = MISSING
     arrival: ArrivalConfig = field(default_factory=ArrivalConfig)
     slo: SloConfig = field(default_factory=SloConfig)
-    # For a small machine: lengths are divided by this, ratios kept; and turns after the last one
-    # that counts are cut. Reports say both.
+    # For a small machine: prompts, what turns add and prefixes are divided by this; answers are as
+    # long as they are, since they are what is sped up. Turns after `max_turns` are cut. Reports say
+    # both.
     scale: float = 1.0
     max_turns: int | None = None
     # Instead of the values above: fitted to a log or trace, or taken from a fingerprint's release.

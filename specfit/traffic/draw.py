@@ -66,7 +66,7 @@ def mean(quantiles: Quantiles) -> float:
 
 
 def scaled(quantiles: Quantiles | None, scale: float) -> Quantiles | None:
-    """Lengths divided by `scale`."""
+    """Lengths of contexts divided by `scale`; those of answers stay as they are."""
     if quantiles is None:
         return None
     return Quantiles(quantiles.median / scale, quantiles.p90 / scale)
@@ -79,7 +79,7 @@ def draw_counts(quantiles: Quantiles, num: int, generator: np.random.Generator) 
 
 
 def draw_sessions(profile: ProfileConfig, num_sessions: int, seed: int) -> list[Session]:
-    """Sessions in the order of their arrival; lengths are divided by `profile.scale`.
+    """Sessions in the order of their arrival; contexts are divided by `profile.scale`.
 
     Components are drawn so that their shares of the *requests* are the profile's weights: one whose
     sessions have many turns begins fewer of them.
@@ -163,17 +163,14 @@ def _session(
             )
     [num_turns] = draw_counts(component.turns or NO_LENGTH, 1, generator)
     num_turns = min(num_turns, profile.max_turns or num_turns)
-
-    def lengths(quantiles: Quantiles | None, num: int) -> list[int]:
-        return draw_counts(scaled(quantiles, profile.scale) or NO_LENGTH, num, generator)
-
-    new = lengths(component.prompt_tokens, 1)
-    if component.new_tokens_per_turn is None:
-        # What later turns add is like what the first one says.
-        new += lengths(component.prompt_tokens, num_turns - 1)
-    else:
-        new += lengths(component.new_tokens_per_turn, num_turns - 1)
-    outputs = lengths(component.output_tokens, num_turns)
+    first = scaled(component.prompt_tokens, profile.scale)
+    # What later turns add is like what the first one says, where nothing else is known.
+    later = scaled(component.new_tokens_per_turn, profile.scale) or first
+    assert first is not None
+    assert later is not None
+    assert component.output_tokens is not None
+    new = draw_counts(first, 1, generator) + draw_counts(later, num_turns - 1, generator)
+    outputs = draw_counts(component.output_tokens, num_turns, generator)
     think = [0.0] * num_turns
     if component.think_seconds is not None:
         mu, sigma = lognormal(component.think_seconds)

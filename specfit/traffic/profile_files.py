@@ -13,7 +13,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-import yaml  # type: ignore[import-untyped]  # comes with omegaconf
+import yaml
 
 from specfit.checks import MISSING
 from specfit.traffic.config import ProfileConfig

@@ -52,7 +52,7 @@ class Wanted:
         return cls(
             scaled(component.prompt_tokens, profile.scale),
             scaled(component.new_tokens_per_turn or component.prompt_tokens, profile.scale),
-            scaled(component.output_tokens, profile.scale),
+            component.output_tokens,  # an answer is as long as it is, whatever it answers
             turns,
             component.turns is None,
         )
