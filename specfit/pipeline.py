@@ -1,7 +1,6 @@
 """The path, from a checkpoint to a report: each stage, and what it reads."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -40,7 +39,7 @@ from specfit.stages import (
     target,
     train,
 )
-from specfit.states.record import StateRecorder
+from specfit.states.record import StateRecorder, recorder_in
 from specfit.targets.info import read_info_file
 from specfit.targets.load import device_of
 from specfit.targets.locate import locate
@@ -205,7 +204,9 @@ class _Path:
         conversations, _ = self.prompts, self.opened.served
 
         def make(folder: Path) -> None:
-            with self._recorder() as recorder:
+            asked_for = self.cfg.stage.value >= Stage.extract.value
+            recipe = self.recipes["extract"] if asked_for and self._keeps_states else None
+            with recorder_in(self.store, recipe, self._recorder) as recorder:
                 generate.run(
                     folder,
                     config=self.cfg.generate,
@@ -218,24 +219,15 @@ class _Path:
 
         return self._make("generate", make)
 
-    @contextmanager
-    def _recorder(self) -> Iterator[StateRecorder | None]:
-        """Keeps hidden states while answers are made, for a path that will ask for them."""
+    @property
+    def _keeps_states(self) -> bool:
         config = self.cfg.extract
-        stored = config.while_generating and config.mode is ExtractMode.store
-        if not stored or self.cfg.stage.value < Stage.extract.value:
-            yield None
-            return
-        with self.store.prepared(self.recipes["extract"]) as folder:
-            if folder is None:
-                yield None
-                return
-            yield StateRecorder(
-                folder,
-                config=config,
-                aux_layers=aux_layers_of(self.cfg.speculator, self.opened.info),
-                target=self.opened.loaded,
-            )
+        return config.while_generating and config.mode is ExtractMode.store
+
+    def _recorder(self, folder: Path) -> StateRecorder:
+        layers = aux_layers_of(self.cfg.speculator, self.opened.info)
+        target = self.opened.loaded
+        return StateRecorder(folder, config=self.cfg.extract, aux_layers=layers, target=target)
 
     @cached_property
     def fit(self) -> Artifact:
@@ -343,6 +335,7 @@ class _Path:
                     info=self.opened.info,
                     open_engine=lambda: self.opened.engine,
                     speculator=speculator,
+                    seed=self.cfg.seed,
                 )
             ),
         )
@@ -391,15 +384,17 @@ class _Path:
         return self._make(
             "report",
             lambda folder: report.run(
-                folder,
-                **inputs,
-                quantize=quantized,
-                bench=self.bench.file(bench.FIGURES) if self.cfg.report.bench else None,
-                extract=states,
-                provenance=provenance(
-                    self.cfg, self.recipes, self.train, self.location, self.opened.info
-                ),
-                matrix=measured_heads(self.cfg.report.matrix, _Path),
-                report=self.cfg.report,
+                report.ReportJob(
+                    folder,
+                    **inputs,
+                    quantize=quantized,
+                    bench=self.bench.file(bench.FIGURES) if self.cfg.report.bench else None,
+                    extract=states,
+                    provenance=provenance(
+                        self.cfg, self.recipes, self.train, self.location, self.opened.info
+                    ),
+                    matrix=measured_heads(self.cfg.report.matrix, _Path),
+                    report=self.cfg.report,
+                )
             ),
         )

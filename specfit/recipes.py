@@ -55,14 +55,7 @@ def recipes_of(cfg: RunConfig, location: Location, digests: Path) -> dict[str, R
         add(Stage.sensitivity, sensitivity.VERSION, alone, "target prompts")
         add(Stage.quantize, quantize.VERSION, under_budget, "target prompts sensitivity")
     add(Stage.generate, generate.VERSION, _generate(cfg), f"{served} prompts")
-    head = measured_head(cfg)
-    fitting = {
-        "profile": traffic_of(cfg),
-        "fit": asdict(cfg.fit) | {"measured": None if head is None else head.key},
-        "draft_vocab_size": cfg.speculator.draft_vocab_size,
-        "max_tokens": cfg.extract.max_tokens,
-    }
-    add(Stage.fit, fit.VERSION, fitting, "prompts generate")
+    add(Stage.fit, fit.VERSION, _fitting(cfg), "prompts generate")
     states = asdict(cfg.extract)
     del states["mode"], states["while_generating"]  # how states are made, not what they are
     if not online:
@@ -92,16 +85,26 @@ def recipes_of(cfg: RunConfig, location: Location, digests: Path) -> dict[str, R
         timing = asdict(cfg.bench) | {"num_threads": cfg.runtime.num_threads}
         timing["processor"] = bench.processor()
         add(Stage.bench, bench.VERSION, timing, f"{served} prompts measure train")
-    shown = {
-        "profile": traffic_of(cfg),
-        "sweep": _sweep(cfg.report.sweep),
-        "matrix": _sweep(cfg.report.matrix),
-    }
     quantized = "quantize" if served == "quantize" else ""
     timed = "bench" if cfg.report.bench else ""
     read = f"prompts {quantized} generate fit {stored} train measure predict export {timed}"
-    add(Stage.report, report.VERSION, shown, read)
+    add(Stage.report, report.VERSION, _shown(cfg), read)
     return found
+
+
+def _fitting(cfg: RunConfig) -> dict[str, Any]:
+    head = measured_head(cfg)
+    return {
+        "profile": traffic_of(cfg),
+        "fit": asdict(cfg.fit) | {"measured": None if head is None else head.key},
+        "draft_vocab_size": cfg.speculator.draft_vocab_size,
+        "max_tokens": cfg.extract.max_tokens,
+    }
+
+
+def _shown(cfg: RunConfig) -> dict[str, Any]:
+    sweeps = {"sweep": _sweep(cfg.report.sweep), "matrix": _sweep(cfg.report.matrix)}
+    return {"profile": traffic_of(cfg)} | sweeps
 
 
 def more_heads(cfg: RunConfig) -> dict[str, Artifact]:

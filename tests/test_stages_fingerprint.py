@@ -89,8 +89,8 @@ def lines(num=600):
     return [json.dumps(row).encode() + b"\n" for row in good + wrong] + broken, len(wrong + broken)
 
 
-def config(tmp_path, **more):
-    return FingerprintConfig(ledger=str(tmp_path / "ledger" / "ledger.json"), **more)
+def config(**more):
+    return FingerprintConfig(**{"window": "today"} | more)
 
 
 def fingerprinted(tmp_path, stream, seed: int | None = 0, **more):
@@ -98,10 +98,11 @@ def fingerprinted(tmp_path, stream, seed: int | None = 0, **more):
     folder.mkdir(exist_ok=True)
     run(
         folder,
-        config=config(tmp_path, **more),
+        config=config(**more),
         profile=profile(),
         classifier=ToolClassifier(),
         stream=stream,
+        ledger=tmp_path / "ledger" / "ledger.json",
         generator=None if seed is None else random.Random(seed),
     )
     return json.loads((folder / "fingerprint.json").read_text())
@@ -197,7 +198,8 @@ def test_the_spend_is_on_the_disk_before_the_noise_is_drawn(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(
             folder,
-            config=config(tmp_path),
+            config=config(),
+            ledger=tmp_path / "ledger" / "ledger.json",
             profile=profile(),
             classifier=ToolClassifier(),
             stream=[],
@@ -230,7 +232,8 @@ def test_a_classifier_of_other_components_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"profile\.components must be the classifier's"):
         run(
             tmp_path,
-            config=config(tmp_path),
+            config=config(),
+            ledger=tmp_path / "ledger" / "ledger.json",
             profile=other,
             classifier=ToolClassifier(),
             stream=[],

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 
 from specfit.checks import MISSING, require, require_positive
 from specfit.latency.config import Format
+from specfit.prediction.server import ServerConfig
 
 # Bits a weight. FP8 in blocks of 128 x 128 has a scale that does not count; NVFP4 has one of 8 bits
 # for 16 weights.
@@ -226,10 +227,17 @@ class PredictConfig:
     output_tokens: int = 256
     hit_rate: float = 0.0  # share of the prompts' tokens that a prefix cache has
     disaggregated: bool = False  # prompts are read on other devices
+    # The profile's arrivals, simulated: sessions a second (null: 1/4, 1/2, 1, 2 and 4 times the
+    # profile's), sessions at each, and the server that they meet.
+    rates: list[float] | None = None
+    num_sessions: int = 300
+    server: ServerConfig = field(default_factory=ServerConfig)
     stack: StackConfig | None = None
 
     def __post_init__(self) -> None:
-        require_positive(self, "predict", "prompt_tokens", "output_tokens")
+        require_positive(self, "predict", "prompt_tokens", "output_tokens", "num_sessions")
+        rates = self.rates is None or (len(self.rates) > 0 and min(self.rates) > 0)
+        require(rates, "predict.rates", "be positive numbers, or null", self.rates)
         loads = self.concurrencies
         distinct = len(set(loads)) == len(loads) > 0 and min(loads) >= 1
         require(distinct, "predict.concurrencies", "be distinct numbers from 1 on", loads)

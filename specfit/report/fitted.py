@@ -41,16 +41,6 @@ def mixture(record: Record) -> Section:
         ]
         for row in record["mixture"]
     ]
-    sources: list[list[Cell]] = [
-        [
-            row["source"],
-            row["component"],
-            share(row["weight"]),
-            number(row["num_documents"]),
-            number(row["num_tokens"]),
-        ]
-        for row in record["sources"]
-    ]
     blocks: list[Block] = [
         Table(
             "From the profile to the training. Shares of tokens are of the answers, which is what "
@@ -68,17 +58,7 @@ def mixture(record: Record) -> Section:
             ],
             components,
         ),
-        Table(
-            "From source to component to weight.",
-            [
-                Column("source"),
-                Column("component"),
-                Column("weight", numeric=True),
-                Column("answers", numeric=True),
-                Column("answer tokens", numeric=True),
-            ],
-            sources,
-        ),
+        _sources(record),
     ]
     if record["num_draft_tokens"] is not None:
         blocks.append(_draft_length(record["num_draft_tokens"]))
@@ -87,6 +67,30 @@ def mixture(record: Record) -> Section:
             Text("k is not chosen here: no earlier head was measured (fit.measured is null).")
         )
     return Section("Training mixture", blocks)
+
+
+def _sources(record: Record) -> Table:
+    rows: list[list[Cell]] = [
+        [
+            row["source"],
+            row["component"],
+            share(row["weight"]),
+            number(row["num_documents"]),
+            number(row["num_tokens"]),
+        ]
+        for row in record["sources"]
+    ]
+    return Table(
+        "From source to component to weight.",
+        [
+            Column("source"),
+            Column("component"),
+            Column("weight", numeric=True),
+            Column("answers", numeric=True),
+            Column("answer tokens", numeric=True),
+        ],
+        rows,
+    )
 
 
 def _draft_length(found: Record) -> Table:

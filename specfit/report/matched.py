@@ -45,7 +45,7 @@ def matched(record: Record, measured: Acceptance) -> list[Matched]:
     for fitted in record["fit"]["mixture"]:
         traffic = by_name.get(fitted["component"])
         row = None if traffic is None else measured.row(measured.head, traffic)
-        if traffic is None or row is None or not row["acceptance_length"]:
+        if traffic is None or row is None or not row.get("acceptance_length"):
             continue
         found.append(
             Matched(

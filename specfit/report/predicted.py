@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from specfit.report import pages, plots
+from specfit.report import pages, plots, simulated
 from specfit.report.document import (
     Block,
     Column,
@@ -78,6 +78,7 @@ def section(folder: Path, record: Record) -> Section:
     """The plot goes to `folder`."""
     blocks: list[Block] = [Text(_what(record)), _plot(folder, record), _best(record)]
     blocks.append(_rounds(record))
+    blocks += simulated.blocks(folder, record["rows"])
     if _rows(record, "mix_change"):
         blocks.append(_mix(record))
     if _rows(record, "factor"):

@@ -97,14 +97,7 @@ def run(
     window = str(config.window)
     generator = generator or random.SystemRandom()
     counts = Counts(profile, config.num_draft_tokens)
-    if set(classifier.components) != set(counts.components):
-        raise ValueError(
-            f"profile.components must be the classifier's ({', '.join(classifier.components)}), "
-            f"got {', '.join(counts.components)}"
-        )
-    order = [list(classifier.components).index(name) for name in counts.components]
-    confusion = np.asarray(classifier.confusion, np.float64)[order][:, order]
-    check_confusion(confusion, counts.components)
+    confusion = _confusion(classifier, counts.components)
     budget = Ledger(ledger, config.budget, config.period_days)
     budget.require(config.epsilon)
     for line in stream:
@@ -118,6 +111,19 @@ def run(
         figures.get("num_requests", f"suppressed, fewer than {config.min_requests}"),
         *(figures.get("num_unreadable", "?"), config.epsilon, left),
     )
+
+
+def _confusion(classifier: Classifier, components: list[str]) -> Values:
+    """Of the classifier, in the order of `components`."""
+    if set(classifier.components) != set(components):
+        raise ValueError(
+            f"profile.components must be the classifier's ({', '.join(classifier.components)}), "
+            f"got {', '.join(components)}"
+        )
+    order = [list(classifier.components).index(name) for name in components]
+    confusion: Values = np.asarray(classifier.confusion, np.float64)[order][:, order]
+    check_confusion(confusion, components)
+    return confusion
 
 
 def count(line: bytes, counts: Counts, classifier: Classifier, generator: random.Random) -> None:

@@ -12,6 +12,7 @@ from specfit.checks import require
 from specfit.engine import DecodeEngine
 from specfit.files import write_json
 from specfit.prediction.config import HardwareConfig, ModelConfig, PredictConfig
+from specfit.prediction.goodput import can_be_drawn, simulated_rows
 from specfit.prediction.measured import Measured, measure, modelled
 from specfit.prediction.model import (
     LatencyModel,
@@ -53,6 +54,7 @@ class PredictJob:
     # Both where `hardware` has no values: the target to time, and the head that drafts.
     open_engine: Callable[[], DecodeEngine] | None = None
     speculator: Artifact | None = None
+    seed: int = 0  # of the simulated traffic
 
 
 def run(job: PredictJob) -> None:
@@ -75,6 +77,9 @@ def run(job: PredictJob) -> None:
         rows += list(_mix_rows(job.config, model, components, weights))
     if found:
         rows += list(_pass_rows(found))
+    if job.config.stack is None and can_be_drawn(job.profile):
+        lengths = {t.name: [length.value for length in t.lengths] for t in components}
+        rows += simulated_rows(job.config, job.profile, model, lengths, job.seed)
     if job.config.stack is not None:
         served = traffic[-1]
         hit_rate = job.config.hit_rate
@@ -161,7 +166,7 @@ def _traffic(job: PredictJob, component: ComponentConfig) -> Traffic:
         )
     prompt, output = float(config.prompt_tokens), tokens or float(config.output_tokens)
     if component.prompt_tokens is not None and component.output_tokens is not None:
-        output = mean(component.output_tokens) / job.profile.scale
+        output = mean(component.output_tokens)
         prompt = _prompt_tokens(job.profile, component)
     return Traffic(component.name, lengths, tokens or output, prompt, output)
 

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,74 +34,69 @@ VERSION = 6
 log = logging.getLogger(__name__)
 
 
-def run(
-    folder: Path,
-    *,
-    prompts: Path,
-    quantize: Path | None,
-    generate: Path,
-    fit: Path,
-    extract: Path | None,
-    train: Path,
-    measure: Path,
-    predict: Path,
-    export: Path,
-    bench: Path | None,
-    provenance: dict[str, Any],
-    matrix: Sequence[Found],
-    report: ReportConfig,
-) -> None:
-    """Writes report.html, report.md, report.json and their plots into `folder`.
+@dataclass(frozen=True)
+class ReportJob:
+    """What the page is of: folders of finished artifacts, and what no stage knows."""
 
-    Args:
-        folder: where to.
-        prompts: a finished artifact, as are `generate`, `fit`, `train`, `measure`,
-            `predict` and `export`.
-        quantize: see `prompts`; None where the target is served as it came.
-        generate: see `prompts`.
-        fit: see `prompts`.
-        extract: the hidden-state store; None where states were computed while training.
-        train: see `prompts`.
-        measure: see `prompts`.
-        predict: see `prompts`.
-        export: see `prompts`.
-        bench: its figures; None where latency was not measured.
-        provenance: keys, versions, git, seed, command, target, profile and config.
-        matrix: what was measured of several heads on several profiles; beside the page, too.
-        report: what else to show; a sweep is written beside the page.
+    folder: Path
+    prompts: Path
+    generate: Path
+    fit: Path
+    train: Path
+    measure: Path
+    predict: Path
+    export: Path
+    quantize: Path | None  # None where the target is served as it came
+    extract: Path | None  # the hidden-state store; None where states were made while training
+    bench: Path | None  # its figures; None where latency was not measured
+    provenance: dict[str, Any]  # keys, versions, git, seed, command, target, profile and config
+    matrix: Sequence[Found]  # what was measured of several heads on several profiles
+    report: ReportConfig
+
+
+def run(job: ReportJob) -> None:
+    """Writes report.html, report.md, report.json and their plots.
+
+    A matrix and a sweep are written beside the page.
 
     Raises:
         FileNotFoundError: an artifact lacks its record, or `report.sweep` holds no job.
         ValueError: no draft model was measured.
     """
-    record: dict[str, Any] = {
-        "provenance": provenance,
-        "prompts": _read(prompts / "prompts.json"),
-        "recipe": None if quantize is None else _read(quantize / "recipe.json"),
-        "fidelity": None if quantize is None else _read(quantize / "fidelity.json"),
-        "generate": _read(generate / "generate.json"),
-        "fit": _read(fit / "fit.json"),
-        "extract": None if extract is None else _read(extract / "store.json"),
-        "train": _read(train / "train.json"),
-        "train_log": _read_lines(train / "train_log.jsonl"),
-        "evals": _read_lines(train / "evals.jsonl"),
-        "acceptance": _read(measure / "acceptance.json"),
-        "latency": _read(predict / "latency.json"),
-        "parity": _read(export / "parity.json"),
-        "manifest": _read(export / "manifest.json"),
-        "bench": None if bench is None else _read(bench),
-    }
+    folder, record = job.folder, _record(job)
     found = Acceptance.of(record["acceptance"])
     record["verdict"] = opening.verdict(found)
     document = _compose(folder, record, found)
     pages.write(folder, "report", document)
     text = json.dumps(record, indent=2, ensure_ascii=False)
     (folder / "report.json").write_text(text + "\n", encoding="utf-8")
-    if report.sweep is not None:
-        write_sweep(folder, Path(report.sweep))
-    if matrix:
-        matrix_page.write(folder, matrix_rows(matrix), MATRIX_CONFIDENCE)
+    if job.report.sweep is not None:
+        write_sweep(folder, Path(job.report.sweep))
+    if job.matrix:
+        matrix_page.write(folder, matrix_rows(job.matrix), MATRIX_CONFIDENCE)
     log.info("report verdict=%r page=%s", record["verdict"], folder / "report.html")
+
+
+def _record(job: ReportJob) -> dict[str, Any]:
+    """Everything that report.json holds, but the verdict."""
+    quantize, extract = job.quantize, job.extract
+    return {
+        "provenance": job.provenance,
+        "prompts": _read(job.prompts / "prompts.json"),
+        "recipe": None if quantize is None else _read(quantize / "recipe.json"),
+        "fidelity": None if quantize is None else _read(quantize / "fidelity.json"),
+        "generate": _read(job.generate / "generate.json"),
+        "fit": _read(job.fit / "fit.json"),
+        "extract": None if extract is None else _read(extract / "store.json"),
+        "train": _read(job.train / "train.json"),
+        "train_log": _read_lines(job.train / "train_log.jsonl"),
+        "evals": _read_lines(job.train / "evals.jsonl"),
+        "acceptance": _read(job.measure / "acceptance.json"),
+        "latency": _read(job.predict / "latency.json"),
+        "parity": _read(job.export / "parity.json"),
+        "manifest": _read(job.export / "manifest.json"),
+        "bench": None if job.bench is None else _read(job.bench),
+    }
 
 
 def _compose(folder: Path, record: dict[str, Any], found: Acceptance) -> Document:

@@ -1,7 +1,8 @@
 """Keeps the hidden states that decoding computes anyway, so that no second pass is needed."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from specfit.artifacts import ArtifactStore, Recipe
 from specfit.config import ExtractConfig
 from specfit.files import DiskFull, require_free
 from specfit.states.codec import EncodedStates, bytes_per_token, encode, joined
@@ -106,3 +108,15 @@ class StateRecorder(NoProposer):
     def _encoded(self, features: Float[Tensor, "rows width"]) -> EncodedStates:
         layers = features.view(len(features), len(self.layers), -1)
         return encode(layers, self.config.dtype)
+
+
+@contextmanager
+def recorder_in(
+    store: ArtifactStore, recipe: Recipe | None, open_recorder: Callable[[Path], StateRecorder]
+) -> Iterator[StateRecorder | None]:
+    """Keeps hidden states while answers are made; None where nobody asks, or they are there."""
+    if recipe is None:
+        yield None
+        return
+    with store.prepared(recipe) as folder:
+        yield None if folder is None else open_recorder(folder)
