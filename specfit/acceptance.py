@@ -68,6 +68,8 @@ class Timed:
     temperature: float
     num_draft_tokens: int
     num_tokens: int  # emitted by rounds
+    num_rounds: int
+    num_prompt_tokens: int
     target_seconds: float
     draft_seconds: float
 
@@ -267,6 +269,13 @@ def _speed(timed: Sequence[Timed]) -> dict[str, Any]:
     figures = {
         "tokens_per_second": sum(t.num_tokens for t in timed) / seconds,
         "draft_time_share": draft / seconds,
+        # Of these answers alone, for whoever asks what a round took.
+        "timed_acceptance_length": sum(t.num_tokens for t in timed)
+        / sum(t.num_rounds for t in timed),
+        "timed_context_tokens": sum(
+            (t.num_prompt_tokens + t.num_tokens / 2) * t.num_tokens for t in timed
+        )
+        / sum(t.num_tokens for t in timed),
     }
     if len(timed) > 1:
         rates = [t.num_tokens / (t.draft_seconds + t.target_seconds) for t in timed]

@@ -13,7 +13,7 @@ from specfit.artifacts import Artifact
 from specfit.config import RunConfig, job_config
 from specfit.files import read_jsonl
 
-Counts = Float[np.ndarray, "sessions 3"]  # tokens, rounds and requests of each
+Counts = Float[np.ndarray, "_ 3"]  # tokens, rounds and requests of each
 NUM_BOOTSTRAP, CONFIDENCE = 2000, 0.95  # resamples behind each interval, and its level
 FITTED = "eagle3"  # what a measurement calls the head that was fitted to its own profile
 

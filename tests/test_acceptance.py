@@ -35,7 +35,7 @@ def measured(rounds, *, num_tokens=None, loop_start=None, num_prompt_tokens=10, 
 
 
 def timed(num_tokens, target_seconds, draft_seconds, component="code"):
-    return Timed(component, "eagle3", 0.0, 2, num_tokens, target_seconds, draft_seconds)
+    return Timed(component, "eagle3", 0.0, 2, num_tokens, 3, 10, target_seconds, draft_seconds)
 
 
 def test_figures_of_known_rounds():

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from specfit.report import pages, plots, simulated
+from specfit.report.checked import checked
 from specfit.report.document import (
     Block,
     Column,
@@ -85,6 +86,8 @@ def section(folder: Path, record: Record) -> Section:
         blocks += [_stack(record), Text(_totals(record))]
     if _rows(record, "pass"):
         blocks.append(_passes(record))
+    if _rows(record, "check"):
+        blocks.append(checked(_rows(record, "check")))
     return Section("Predicted latency", blocks)
 
 

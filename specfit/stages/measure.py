@@ -139,6 +139,8 @@ def _timed(bench: Bench, way: Way, answer: Decoded) -> Timed:
         temperature=bench.temperature(way, component),
         num_draft_tokens=way.num_draft_tokens,
         num_tokens=max(0, len(answer.tokens) - 1),
+        num_rounds=len(answer.rounds),
+        num_prompt_tokens=len(bench.by_id[answer.id]["prompt_ids"]),
         target_seconds=answer.target_seconds,
         draft_seconds=answer.draft_seconds,
     )

@@ -11,6 +11,7 @@ from specfit.artifacts import Artifact
 from specfit.checks import require
 from specfit.engine import DecodeEngine
 from specfit.files import write_json
+from specfit.prediction.check import check_rows
 from specfit.prediction.config import HardwareConfig, ModelConfig, PredictConfig
 from specfit.prediction.goodput import can_be_drawn, simulated_rows
 from specfit.prediction.measured import Measured, measure, modelled
@@ -77,6 +78,7 @@ def run(job: PredictJob) -> None:
         rows += list(_mix_rows(job.config, model, components, weights))
     if found:
         rows += list(_pass_rows(found))
+        rows += list(check_rows(job.acceptance or [], model, job.config.proposer))
     if job.config.stack is None and can_be_drawn(job.profile):
         lengths = {t.name: [length.value for length in t.lengths] for t in components}
         rows += simulated_rows(job.config, job.profile, model, lengths, job.seed)
