@@ -1,5 +1,6 @@
 """Beside the path: profiles fitted to logs, fingerprints, drift, and machines on paper."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,17 +15,24 @@ from specfit.stages import drift, fingerprint, predict
 from specfit.targets.locate import file_digest
 from specfit.traffic.inputs import TrafficInputs
 from specfit.traffic.profile_files import from_json, to_json
+from specfit_data.sources import local_file
 
 LOGS_VERSION = 1
+log = logging.getLogger(__name__)
 
 
 class Beside:
     """The stages that read no artifact of the path, or one of another profile."""
 
     def __init__(
-        self, cfg: RunConfig, store: ArtifactStore, count_tokens: Callable[[str], int]
+        self,
+        cfg: RunConfig,
+        store: ArtifactStore,
+        target_key: str,
+        count_tokens: Callable[[str], int],
     ) -> None:
-        self.cfg, self.store = cfg, store
+        """`count_tokens` is of the tokenizer of the target whose artifact has `target_key`."""
+        self.cfg, self.store, self.target_key = cfg, store, target_key
         self.inputs = TrafficInputs(cfg.profile, cfg.data.sources, cfg.seed, CONF, count_tokens)
 
     def observed(self) -> RunConfig:
@@ -40,19 +48,22 @@ class Beside:
             return replace(self.cfg, profile=self.inputs.of_fingerprint(path))
         if given.from_logs is None:
             return self.cfg
-        log = Path(given.from_logs).expanduser()
-        require(log.is_file(), "profile.from_logs", "be a file", given.from_logs)
+        path = Path(given.from_logs).expanduser()
+        require(path.is_file(), "profile.from_logs", "be a file", given.from_logs)
 
         def make(folder: Path) -> None:
-            found = self.inputs.of_log(log)
+            found = self.inputs.of_log(path)
+            for note in found.record["notes"]:
+                log.warning("%s: %s", given.from_logs, note)
             fitted = {"profile": to_json(found.profile), "record": found.record}
             write_json(folder / "profile.json", fitted)
 
-        made = self.store.get_or_make(
-            Recipe("logs", LOGS_VERSION, self._base() | {"log": self._digest(log)}, {}), make
-        )
-        path = made.file("profile.json")
-        return replace(self.cfg, profile=from_json(read_json(path)["profile"], str(path)))
+        params = self._base() | {"log": self._digest(path)}
+        # Lengths that a log does not say are counted by the target's tokenizer.
+        inputs = {"target": self.target_key}
+        made = self.store.get_or_make(Recipe("logs", LOGS_VERSION, params, inputs), make)
+        fitted = made.file("profile.json")
+        return replace(self.cfg, profile=from_json(read_json(fitted)["profile"], str(fitted)))
 
     def fingerprint(self) -> Artifact:
         """Counts a stream. A window that was released is found again, whatever the stream holds.
@@ -78,18 +89,23 @@ class Beside:
             Recipe(Stage.fingerprint.name, fingerprint.VERSION, params, {}), make
         )
 
-    def drift(self, measured: Artifact) -> Artifact:
-        """`drift.old` (the profile, if null) against `drift.new`.
+    def drift(self, measure: Callable[[], Artifact]) -> Artifact:
+        """`drift.old` (the profile that is fitted to, if null) against `drift.new`.
+
+        Both are read before `measure` is asked, which may take hours.
 
         Raises:
+            FileNotFoundError: there is no such profile or file.
             ValueError: `drift.new` is not given, or one of them is no profile.
         """
         config = self.cfg.drift
         require(config.new is not None, "drift.new", "be given for stage=drift", None)
         new = self.inputs.named(str(config.new), "drift.new")
-        old = self.cfg.profile
-        if config.old is not None:
+        if config.old is None:
+            old = self.observed().profile
+        else:
             old = self.inputs.named(config.old, "drift.old")
+        measured = measure()
         rows = read_json(measured.file("acceptance.json"))["rows"]
         thresholds = asdict(config)
         del thresholds["old"], thresholds["new"]
@@ -100,13 +116,15 @@ class Beside:
         )
 
     def _base(self) -> dict[str, Any]:
-        """What a log's or stream's requests may be of."""
-        sources = {
-            name: asdict(self.cfg.data.sources[name])
-            for c in self.cfg.profile.components
-            for name in c.sources
-            if name in self.cfg.data.sources
-        }
+        """What a log's or stream's requests may be of; a local file counts by its content."""
+        sources = {}
+        for name in sorted({name for c in self.cfg.profile.components for name in c.sources}):
+            if name in self.cfg.data.sources:
+                source = self.cfg.data.sources[name]
+                sources[name] = asdict(source)
+                path = local_file(source, name)
+                if path is not None:
+                    sources[name]["path"] = self._digest(path)
         return {"profile": traffic_of(self.cfg), "sources": sources, "seed": self.cfg.seed}
 
     def _digest(self, path: Path) -> str:

@@ -69,14 +69,16 @@ def matrix(found: Sequence[Found]) -> list[dict[str, Any]]:
     """A row a head and profile: acceptance length, and its change from the matched head's.
 
     The lengths are of the profile's mix, tokens over rounds, all seeds together. Intervals draw
-    seeds first and then the sessions of each, the same ones for both heads of a change: with three
-    seeds they are wide, and hold what another training run would change as well.
+    seeds first and then the sessions of each, the same ones for both heads of a change. Of few
+    seeds they are a little narrow in what training varies (with three, a resample has two thirds of
+    the variance): the changes of each seed stand beside them.
     """
     profiles = list(dict.fromkeys(f.profile for f in found))
     rows = []
     for profile in profiles:
         own = [f for f in found if f.profile == profile]
-        by_head = _counts_by_head(own)
+        requests = [_of_heads(f) for f in own]
+        by_head = _counts_by_head(own, requests)
         matched = _resampled(by_head[profile], own[0].weights)
         for head, counts in by_head.items():
             lengths = _resampled(counts, own[0].weights)
@@ -87,6 +89,8 @@ def matrix(found: Sequence[Found]) -> list[dict[str, Any]]:
                 {
                     "head": head,
                     "profile": profile,
+                    "num_draft_tokens": requests[0][0].num_draft_tokens,
+                    "temperatures": sorted({m.temperature for m in requests[0]}),
                     "num_seeds": len(counts),
                     "num_sessions": sum(len(c) for of in counts for c in of.values()),
                     "acceptance_length": length,
@@ -94,6 +98,10 @@ def matrix(found: Sequence[Found]) -> list[dict[str, Any]]:
                     "acceptance_length_high": high,
                     "by_seed": [_pooled([of], own[0].weights) for of in counts],
                     "change": length / best - 1,
+                    "change_by_seed": [
+                        _pooled([of], own[0].weights) / _pooled([at], own[0].weights) - 1
+                        for of, at in zip(counts, by_head[profile], strict=True)
+                    ],
                     "change_low": change_low,
                     "change_high": change_high,
                 }
@@ -101,16 +109,23 @@ def matrix(found: Sequence[Found]) -> list[dict[str, Any]]:
     return rows
 
 
-def _counts_by_head(found: Sequence[Found]) -> dict[str, list[dict[str, Counts]]]:
+def _of_heads(one: Found) -> list[Measured]:
+    """The answers under heads, at the smallest k and each component's first temperature."""
+    measured = [Measured(**row) for row in read_jsonl(one.requests)]
+    k = min(m.num_draft_tokens for m in measured if m.proposer == FITTED)
+    own = [m for m in measured if m.proposer not in ("none", "ngram") and m.num_draft_tokens == k]
+    first = {m.component: m.temperature for m in reversed(own)}
+    return [m for m in own if m.temperature == first[m.component]]
+
+
+def _counts_by_head(
+    found: Sequence[Found], requests: Sequence[Sequence[Measured]]
+) -> dict[str, list[dict[str, Counts]]]:
     """By head: of each seed, by component, the counts of the sessions, in one order for all."""
     by_head: dict[str, list[dict[str, Counts]]] = {}
-    for one in found:
-        measured = [Measured(**row) for row in read_jsonl(one.requests)]
-        k = min(m.num_draft_tokens for m in measured if m.proposer == FITTED)
+    for one, measured in zip(found, requests, strict=True):
         for proposer in dict.fromkeys(m.proposer for m in measured):
-            if proposer in ("none", "ngram"):
-                continue
-            own = [m for m in measured if (m.proposer, m.num_draft_tokens) == (proposer, k)]
+            own = [m for m in measured if m.proposer == proposer]
             name = one.profile if proposer == FITTED else proposer
             by_head.setdefault(name, []).append(
                 {c: _counts([m for m in own if m.component == c]) for c in one.weights}
@@ -173,6 +188,10 @@ class Makes(Protocol):
     """A path that makes a head and measures it."""
 
     @property
+    def weights(self) -> dict[str, float]:
+        """Of its profile's components, fitted to logs where it asks for that."""
+
+    @property
     def train(self) -> Artifact:
         """The head."""
 
@@ -193,7 +212,7 @@ def measured_heads(sweep: str | None, path_of: Callable[[RunConfig], Makes]) -> 
     found = []
     for job in jobs:
         own = {name: head for (name, seed), head in heads.items() if seed == job.seed}
-        weights = {c.name: c.weight for c in job.cfg.profile.components}
-        requests = path_of(job.beside(own)).measure.file("requests.jsonl")
-        found.append(Found(job.profile, job.seed, weights, requests))
+        path = path_of(job.beside(own))
+        requests = path.measure.file("requests.jsonl")
+        found.append(Found(job.profile, job.seed, path.weights, requests))
     return found

@@ -1,18 +1,20 @@
 """Draft-and-verify decoding of held-out conversations: ways of it, and what is recorded."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from specfit.acceptance import Intervals, Measured, request_id
+from specfit.acceptance import Intervals, Measured, by_session, request_id
 from specfit.answering import answer
 from specfit.artifacts import Artifact
 from specfit.engine import DecodeEngine
 from specfit.files import append_jsonl, read_jsonl
 from specfit.measure_config import MeasureConfig
+from specfit.mix import weights_of_tokens
 from specfit.targets.vocabulary import token_classes
 from specfit.traffic.config import ProfileConfig
+from specfit.traffic.mixture import known_token_shares
 from specfit.training.checkpoints import load_head
 from specfit_serve.decode import Decoded, DecodeSettings, Request
 from specfit_serve.ngram import NgramProposer, NoProposer
@@ -73,6 +75,7 @@ class Bench:
         self.by_id = {row["id"]: row for row in conversations}
         self.temperatures = {c.name: c.temperature for c in profile.components}
         self.weights = {c.name: c.weight for c in profile.components}
+        self.token_shares = known_token_shares(profile)
         self.intervals = Intervals(config.num_bootstrap, config.confidence, seed)
         self.classes = token_classes(target)
         self.heads = {
@@ -124,6 +127,17 @@ class Bench:
     def temperature(self, way: Way, component: str) -> float:
         """At which a component is decoded."""
         return self.temperatures[component] if way.temperature is None else way.temperature
+
+    def mix_weights(self, measured: Iterable[Measured]) -> dict[str, float]:
+        """By request: the profile's, or those that give components its shares of the tokens."""
+        if self.token_shares is None:
+            return self.weights
+        own = list(measured)
+        stats = {
+            name: list(by_session([m for m in own if m.component == name]).values())
+            for name in self.weights
+        }
+        return weights_of_tokens(stats, self.token_shares)
 
     def go_on(self, answered: Measured) -> None:
         """Adds the next request of a session, now that the answer before it is known.

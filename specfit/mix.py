@@ -24,6 +24,21 @@ def each_alone(requests: Sequence[DecodeStats]) -> Sessions:
     return [[stats] for stats in requests]
 
 
+def weights_of_tokens(
+    stats: Mapping[str, Sessions], shares: Mapping[str, float]
+) -> dict[str, float]:
+    """Weights by request with which each component has its share of the tokens.
+
+    Answers that are measured are cut short, longer ones by more: with weights by request a
+    component of long answers would count too little.
+    """
+    weights = {}
+    for name, sessions in stats.items():
+        tokens, _, requests = _counts(sessions).sum(0).tolist() if sessions else (0.0, 0.0, 0.0)
+        weights[name] = shares[name] * requests / tokens if tokens else shares[name]
+    return weights
+
+
 def mixed_acceptance_length(stats: Mapping[str, Sessions], weights: Mapping[str, float]) -> float:
     """Tokens a round of the mix, from the stats of each component's sessions.
 

@@ -94,7 +94,7 @@ class _Path:
             target=lambda: self.target,
             quantize=lambda: self.quantize,
         )
-        self.beside = Beside(cfg, self.store, self._count_tokens)
+        self.beside = Beside(cfg, self.store, self.recipes["target"].key, self._count_tokens)
         self.cfg = self.beside.observed()
         if self.cfg is not cfg:
             self.recipes = recipes_of(self.cfg, self.location, digests)
@@ -145,7 +145,7 @@ class _Path:
 
     @cached_property
     def drift(self) -> Artifact:
-        return self.beside.drift(self.measure)
+        return self.beside.drift(lambda: self.measure)
 
     @cached_property
     def sensitivity(self) -> Artifact:

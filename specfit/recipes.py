@@ -28,7 +28,7 @@ from specfit.stages import (
 )
 from specfit.targets.load import device_of, dtype_name
 from specfit.targets.locate import Location, file_digest
-from specfit.traffic.mixture import Share, mixture
+from specfit.traffic.mixture import Share, known_token_shares, mixture
 from specfit_data.sources import commit_of, local_file
 
 
@@ -75,6 +75,7 @@ def recipes_of(cfg: RunConfig, location: Location, digests: Path) -> dict[str, R
     measuring = {
         "measure": _measuring(cfg) | {"speculators": more},
         "components": _components(cfg),
+        "token_shares": known_token_shares(cfg.profile),
         "seed": cfg.seed,
     }
     add(Stage.measure, measure.VERSION, measuring, f"{served} prompts train")
@@ -95,7 +96,10 @@ def recipes_of(cfg: RunConfig, location: Location, digests: Path) -> dict[str, R
 def _fitting(cfg: RunConfig) -> dict[str, Any]:
     head = measured_head(cfg)
     return {
-        "profile": traffic_of(cfg),
+        "components": [
+            (c.name, c.weight, None if c.output_tokens is None else asdict(c.output_tokens))
+            for c in cfg.profile.components
+        ],
         "fit": asdict(cfg.fit) | {"measured": None if head is None else head.key},
         "draft_vocab_size": cfg.speculator.draft_vocab_size,
         "max_tokens": cfg.extract.max_tokens,
@@ -103,7 +107,7 @@ def _fitting(cfg: RunConfig) -> dict[str, Any]:
 
 
 def _shown(cfg: RunConfig) -> dict[str, Any]:
-    sweeps = {"sweep": _sweep(cfg.report.sweep), "matrix": _sweep(cfg.report.matrix)}
+    sweeps = {name: _sweep(getattr(cfg.report, name), name) for name in ("sweep", "matrix")}
     return {"profile": traffic_of(cfg)} | sweeps
 
 
@@ -251,8 +255,10 @@ def predicting(cfg: RunConfig) -> dict[str, Any]:
 
 
 def traffic_of(cfg: RunConfig) -> dict[str, Any]:
-    """The profile, apart from what it is called and where it is from."""
+    """The profile, apart from what it is called and where it is from; a replay by its content."""
     found = asdict(cfg.profile)
+    if cfg.profile.arrival.file is not None:
+        found["arrival"]["file"] = _text_digest(Path(cfg.profile.arrival.file))
     del found["name"], found["from_logs"], found["from_fingerprint"]
     return found
 
@@ -269,12 +275,12 @@ def _measuring(cfg: RunConfig) -> dict[str, Any]:
     return params
 
 
-def _sweep(folder: str | None) -> list[tuple[str, str]] | None:
+def _sweep(folder: str | None, name: str) -> list[tuple[str, str]] | None:
     """The jobs of a multirun folder, by the content of what each wrote."""
     if folder is None:
         return None
     if not Path(folder).is_dir():
-        raise FileNotFoundError(f"report.sweep: no such folder: {folder}")
+        raise FileNotFoundError(f"report.{name}: no such folder: {folder}")
     jobs = [p for p in sorted(Path(folder).iterdir()) if p.is_dir()]
     return [(job.name, _text_digest(job / "job.json")) for job in jobs]
 

@@ -93,6 +93,18 @@ CONFIGURED = {
         ["profile.components=[{name:a,sources:[yours]}]"],
         r"profile\.components\[0\]\.sources must be in data\.sources \(mine\), got yours",
     ),
+    "weights that do not sum": (
+        ["profile.components=[{name:a,weight:0.7,sources:[mine]},{name:b,weight:0.7,sources:[x]}]"],
+        r"profile\.components\[\]\.weight must sum to 1 \(as shares: a 0\.5, b 0\.5\), got 1\.4",
+    ),
+    "quantiles that no lognormal has": (
+        ["profile.components=[{name:a,sources:[mine],output_tokens:{median:9,p90:5}}]"],
+        r"profile\.components\[0\]\.output_tokens must have 0 < median <= p90, got median 9 ",
+    ),
+    "lengths of no more than zero": (
+        ["profile.components=[{name:a,sources:[mine],prompt_tokens:{median:0,p90:5}}]"],
+        r"profile\.components\[0\]\.prompt_tokens must have 0 < median",
+    ),
     "sources that are all held out": (
         ["data.sources.mine.held_out=true"],
         r"profile\.components\[0\]\.sources must have a source to train on; mine is held out",
@@ -125,6 +137,10 @@ CONFIGURED = {
         ["report.sweep=/no/such/sweep"],
         "report.sweep: no such folder: /no/such/sweep",
     ),
+    "a matrix that is not there": (
+        ["report.matrix=/no/such/sweep"],
+        "report.matrix: no such folder: /no/such/sweep",
+    ),
     "no states to extract": (
         ["stage=extract", "extract.mode=online"],
         "extract.mode must be store for stage=extract, got online",
@@ -139,6 +155,14 @@ def test_a_wrong_configuration_is_refused_with_its_key_before_anything_is_made(
     before = finished(shared)
     assert re.search(message, fails(shared, *more))
     assert finished(shared) == before
+
+
+def test_a_source_too_small_to_hold_anything_out_is_named(words, tmp_path):
+    data = Path(value(words, "data.sources.mine.path")).read_text().splitlines()
+    few = tmp_path / "few.jsonl"
+    few.write_text(data[0] + "\n")
+    line = fails(words, f"data.sources.mine.path={few}", "stage=prompts")
+    assert re.search(r"component mine has no (train|validation|test) conversation: 0 of its", line)
 
 
 def test_a_hub_set_that_cannot_be_reached_is_named(words):

@@ -4,7 +4,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from specfit import config
-from specfit.cli import CONF
+from specfit.config import CONF
 
 REFUSED = [
     ("runtime.num_processes=0", "runtime.num_processes must be at least 1"),

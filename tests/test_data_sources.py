@@ -273,3 +273,20 @@ def test_a_source_on_this_machine_has_a_file_and_a_hub_set_has_none(tmp_path):
     path = lines(tmp_path / "log.jsonl", CHAT)
     assert local_file(source(path), "mine") == path
     assert local_file(source("hub:a/b"), "mine") is None
+
+
+def test_two_sources_can_share_a_file_without_sharing_a_row(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"q{i}"}) + "\n" for i in range(10)))
+
+    def rows(**limits):
+        source = Source(str(path), Format.prompt, "own", instruction="{prompt}", **limits)
+        return [row["prompt"] for _, row in read_rows(source, "mine")]
+
+    assert rows(limit=4) == ["q0", "q1", "q2", "q3"]
+    assert rows(skip=4) == ["q4", "q5", "q6", "q7", "q8", "q9"]
+    assert rows(skip=8, limit=4) == ["q8", "q9"]
+    with pytest.raises(ValueError, match="is empty after 10 rows"):
+        rows(skip=10)
+    with pytest.raises(ValueError, match=r"skip must be at least 0, got -1"):
+        rows(skip=-1)

@@ -100,6 +100,14 @@ def test_components_count_by_their_share_of_the_requests(tmp_path):
     assert row["acceptance_length"] == (3 + 1) / 2
 
 
+def test_of_several_k_and_temperatures_the_first_counts_and_is_said(tmp_path):
+    rows = [request("a", "eagle3", [2]), request("a", "eagle3", [0]) | {"temperature": 1.0}]
+    rows.append(request("a", "eagle3", [0], k=4))
+    [row] = matrix([found(tmp_path, "code", 0, rows)])
+    assert (row["acceptance_length"], row["num_sessions"]) == (3, 1)
+    assert (row["num_draft_tokens"], row["temperatures"]) == (2, [0.0])
+
+
 def test_a_head_that_a_seed_lacks_is_left_out(tmp_path):
     first = measured(tmp_path, "code", "chat", 0, [2], [1])
     second = found(tmp_path, "code", 1, [request("x", "eagle3", [1])])
@@ -116,14 +124,19 @@ def test_heads_are_measured_on_the_profiles_of_their_own_seed(tmp_path, monkeypa
     def path_of(cfg):
         head = Artifact("train", "key", Path(f"{cfg.profile.name}{cfg.seed}"))
         asked.append((cfg.profile.name, cfg.seed, cfg.measure.speculators))
-        return SimpleNamespace(train=head, measure=SimpleNamespace(file=lambda _name: requests))
+        # A path's weights may be fitted to logs: they are not those of its configuration.
+        return SimpleNamespace(
+            train=head,
+            measure=SimpleNamespace(file=lambda _name: requests),
+            weights={cfg.profile.name: 0.25},
+        )
 
     made = measured_heads("sweep", path_of)
     assert [(m.profile, m.seed, m.weights) for m in made] == [
-        ("coding", 0, {"coding": 1.0}),
-        ("coding", 1, {"coding": 1.0}),
-        ("tools", 0, {"tools": 1.0}),
-        ("tools", 1, {"tools": 1.0}),
+        ("coding", 0, {"coding": 0.25}),
+        ("coding", 1, {"coding": 0.25}),
+        ("tools", 0, {"tools": 0.25}),
+        ("tools", 1, {"tools": 0.25}),
     ]
     # First the heads, then each profile with the other one's head of its own seed.
     assert [heads for _, _, heads in asked[4:]] == [
@@ -165,6 +178,7 @@ def test_the_page_says_which_heads_are_apart(tmp_path):
     )
     page.write(tmp_path, rows, 0.95)
     text = (tmp_path / "matrix.md").read_text()
+    assert "at k = 2 and temperature 0, 1 seeds together" in text
     assert "On code its own head's acceptance length is longer than chat." in text
     assert "On chat its own head's acceptance length is not told apart from code." in text
     assert "The largest loss off the diagonal: chat on code, -60.0" in text

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from specfit.mix import each_alone
+from specfit.mix import each_alone, weights_of_tokens
 from specfit.mix import mixed_acceptance_length as length_of_sessions
 from specfit.mix import mixed_change as change_of_sessions
 from specfit.mix import mixed_interval as interval_of_sessions
@@ -109,3 +109,18 @@ def test_requests_of_one_session_are_drawn_together():
     alone_low, alone_high = mixed_interval({"c": [*good, *bad]}, {"c": 1.0}, **settings)
     assert (low, high) == (1.0, 4.0)
     assert alone_high - alone_low < 2.5
+
+
+def test_components_can_count_by_their_share_of_the_tokens_however_short_they_are_cut():
+    # A request of agent was cut after 3 tokens in 1 round, one of chat ran for 12 in 12. Of the
+    # traffic's tokens three quarters are agent's: .75 / 3 + .25 / 1 rounds a token.
+    sessions = {"agent": [[stats(2)], [stats(2)]], "chat": [[stats(*[0] * 12)]]}
+    weights = weights_of_tokens(sessions, {"agent": 0.75, "chat": 0.25})
+    assert length_of_sessions(sessions, weights) == pytest.approx(1 / (0.75 / 3 + 0.25))
+    by_request = length_of_sessions(sessions, {"agent": 0.75, "chat": 0.25})
+    assert by_request < 1.5 < length_of_sessions(sessions, weights)
+
+
+def test_a_component_without_rounds_does_not_spoil_the_others():
+    weights = weights_of_tokens({"a": [[stats(1)]], "b": []}, {"a": 0.5, "b": 0.5})
+    assert length_of_sessions({"a": [[stats(1)]], "b": []}, weights) == 2.0

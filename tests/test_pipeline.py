@@ -169,6 +169,21 @@ def test_a_change_makes_anew_from_the_first_stage_that_it_touches(small, overrid
     assert changed(small, override)[0] == first
 
 
+def test_a_replay_counts_by_what_its_file_holds(small, tmp_path):
+    times, same = tmp_path / "times.jsonl", tmp_path / "same.jsonl"
+    for path in (times, same):
+        path.write_text('{"timestamp": 1}\n')
+
+    def key(path):
+        arrival = ["profile.arrival.kind=replay", f"profile.arrival.file={path}"]
+        return tiny_runs.keys(small, *arrival)["predict"]
+
+    before = key(times)
+    assert key(same) == before
+    times.write_text('{"timestamp": 1}\n{"timestamp": 2}\n')
+    assert key(times) != before
+
+
 def test_a_change_of_training_leaves_what_comes_before(small):
     assert changed(small, "train.lr=0.5") == ["train", "measure", "export", "report"]
 

@@ -154,9 +154,19 @@ def test_the_profile_s_page_says_what_is_covered(words):
         row["quantity"]: row["covered"] for row in record["coverage"] if row["split"] == "test"
     }
     assert covered["turns"] is True
-    assert set(covered) == {"prompt_tokens", "new_tokens_per_turn", "turns"}
+    kinds = {"prompt_tokens", "new_tokens_per_turn", "turns", "shared_prefix_tokens"}
+    assert set(covered) == kinds
     assert record["drawn"][0]["turns"][1] == 2
     assert {"mix.png", "lengths.png", "arrivals.png", "profile.html"} <= set(made.files())
+
+
+def test_a_prefix_longer_than_there_is_is_said_not_to_be_covered(words):
+    longer = TURNS.replace("shared_prefix_tokens:12", "shared_prefix_tokens:99999")
+    made = tiny_runs.run(words, "stage=profile", longer, "profile.max_turns=1")
+    rows = tiny_runs.read_json(made, "profile.json")["coverage"]
+    covered = {row["quantity"]: row["covered"] for row in rows if row["split"] == "test"}
+    assert covered["shared_prefix_tokens"] is False
+    assert covered["turns"] is True
 
 
 def test_the_mixture_is_what_is_trained_on(words):

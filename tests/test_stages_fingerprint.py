@@ -1,6 +1,7 @@
 """The fingerprint stage keeps nothing of what it reads: canaries go in, and none comes out."""
 
 import base64
+import gzip
 import json
 import logging
 import os
@@ -8,6 +9,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -254,6 +256,35 @@ def test_lines_of_a_file_are_read(tmp_path):
     path.write_bytes(b"a\nb\n")
     with opened(str(path)) as stream:
         assert list(stream) == [b"a\n", b"b\n"]
+
+
+def test_a_pipe_reads_like_a_file(tmp_path):
+    path = tmp_path / "requests"
+    os.mkfifo(path)
+    writer = Thread(target=path.write_bytes, args=(b"a\nb\n",))
+    writer.start()
+    with opened(str(path)) as stream:
+        assert list(stream) == [b"a\n", b"b\n"]
+    writer.join()
+
+
+def test_a_packed_file_reads_like_the_file(tmp_path):
+    path = tmp_path / "requests.jsonl.gz"
+    path.write_bytes(gzip.compress(b"a\nb\n"))
+    with opened(str(path)) as stream:
+        assert list(stream) == [b"a\n", b"b\n"]
+
+
+@pytest.mark.parametrize("held", [gzip.compress(b"a\n" * 9)[:-9], b"a\nb\n"])
+def test_a_broken_packed_file_costs_nothing(tmp_path, held):
+    path = tmp_path / "requests.jsonl.gz"
+    path.write_bytes(held)
+    with (
+        pytest.raises(ValueError, match=r"requests\.jsonl\.gz is broken"),
+        opened(str(path)) as stream,
+    ):
+        fingerprinted(tmp_path, stream)
+    assert not (tmp_path / "ledger" / "ledger.json").exists()
 
 
 # One line.

@@ -285,3 +285,12 @@ def test_a_model_that_is_only_described_cannot_be_measured(tmp_path):
     profile = ProfileConfig(name="x", components=[ComponentConfig(name="long_chat", sources=["a"])])
     with pytest.raises(ValueError, match=r"hardware must have values for predict\.model"):
         run(job(tmp_path, config=config, profile=profile, hardware=machine("cpu")))
+
+
+def test_prompt_lookup_drafts_without_a_pass(tmp_path):
+    looked_up = [row(name, 3, proposer="ngram") for name in ("code", "talk")]
+    config = PredictConfig(concurrencies=[1, 8], proposer="ngram")
+    run(job(tmp_path, config=config, acceptance=[*ROWS, *looked_up]))
+    found = read(tmp_path, "latency")
+    assert {r["num_draft_tokens"] for r in found} == {0, 1, 2, 3}
+    assert {r["drafting_ms"] for r in found} == {0.0}

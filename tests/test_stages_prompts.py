@@ -7,7 +7,7 @@ import tiny_targets
 
 from specfit.config import DataConfig, LossOn
 from specfit.stages import prompts
-from specfit.traffic.config import ComponentConfig, FitConfig, ProfileConfig
+from specfit.traffic.config import ComponentConfig, FitConfig, ProfileConfig, Quantiles
 from specfit.traffic.mixture import mixture
 from specfit_data.sources import Format, Source
 
@@ -35,9 +35,7 @@ def run(tmp_path, tokenizer):
         out = tmp_path / folder
         out.mkdir()
         shares = mixture(profile, FitConfig(floor=0.0))
-        prompts.run(
-            out, data=data, profile=profile, mixture=shares, seed=seed, tokenizer=tokenizer
-        )
+        prompts.run(out, data=data, profile=profile, mixture=shares, seed=seed, tokenizer=tokenizer)
         rows = [json.loads(line) for line in (out / "conversations.jsonl").open()]
         return rows, json.loads((out / "prompts.json").read_text())["rows"]
 
@@ -159,6 +157,16 @@ def test_prompts_out_of_bounds_are_passed_over_and_counted(run):
     assert all(len(row["prompt_ids"]) <= 100 for row in rows)
     of_train = next(t for t in tallies if t["split"] == "train")
     assert of_train["num_passed_over"] + of_train["num_kept"] > of_train["num_kept"] > 30
+
+
+def test_a_session_is_taken_by_its_first_request_however_long_its_conversation(run):
+    turns = Quantiles(2.0, 2.0)
+    long = [[*c, *c, {"role": "tool", "content": "found " * 90}] for c in chats(60)]
+    rows, _ = run(
+        {"a": long}, [("x", 1.0, ["a"], 0.0, None, None, None, turns)], max_prompt_tokens=60
+    )
+    assert len(rows) == 26
+    assert all(len(row["prompt_ids"]) <= 60 and len(row["follow_ups"]) == 1 for row in rows)
 
 
 def test_a_prompt_is_what_the_server_would_send(run, tokenizer):

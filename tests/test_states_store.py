@@ -176,7 +176,9 @@ def test_a_flipped_byte_in_a_shard_is_named(tmp_path):
 
 
 def test_documents_fill_shards_in_order_and_none_is_split():
-    listed = [Document(f"d{i}", "c", "s", "train", [0] * n, [(0, n)]) for i, n in enumerate(LENGTHS)]
+    listed = [
+        Document(f"d{i}", "c", "s", "train", [0] * n, [(0, n)]) for i, n in enumerate(LENGTHS)
+    ]
     shards = plan_shards(listed, 18)
     lengths = [[document.num_tokens for document in shard] for shard in shards]
     assert lengths == [[9, 4], [14, 4], [21], [12]]  # 21 is longer than a shard and has its own

@@ -21,6 +21,7 @@ HEAD = {
     "coverage": 1.0,
     "acceptance_length": 2.5,
     "acceptance_by_position": [0.9, 0.6],
+    "timed_acceptance_length": 2.5,
     "tokens_per_second": 125.0,
     "draft_time_share": 0.25,
 }
@@ -40,7 +41,7 @@ def test_milliseconds_a_token_are_those_of_the_rounds():
 
 def test_the_mix_is_a_mean_over_tokens():
     chat = HEAD | {"component": "chat", "acceptance_by_position": [0.0, 0.0]}
-    chat |= {"acceptance_length": 1.0, "tokens_per_second": 50.0}
+    chat |= {"timed_acceptance_length": 1.0, "tokens_per_second": 50.0}
     rows = [PLAIN, PLAIN | {"component": "chat"}, HEAD, chat]
     shares = [Share("code", 0.5, 0.25, 0.5), Share("chat", 0.5, 0.75, 0.5)]
     found = chosen(rows, shares)
@@ -51,6 +52,14 @@ def test_the_mix_is_a_mean_over_tokens():
     assert found["best"] == {"code": 1, "chat": 0, "all": 0}
 
 
+def test_what_a_round_took_is_of_the_answers_that_were_timed():
+    # The same rounds of 20 ms, timed on answers of which less was accepted.
+    lucky = HEAD | {"timed_acceptance_length": 2.0, "tokens_per_second": 100.0}
+    shares = [Share("code", 1.0, 1.0, 1.0)]
+    assert chosen([PLAIN, lucky], shares) == chosen([PLAIN, HEAD], shares)
+
+
 def test_without_times_no_k_is_chosen():
-    untimed = {k: v for k, v in HEAD.items() if k != "tokens_per_second"}
+    of_times = ("tokens_per_second", "timed_acceptance_length", "draft_time_share")
+    untimed = {k: v for k, v in HEAD.items() if k not in of_times}
     assert chosen([PLAIN, untimed], [Share("code", 1.0, 1.0, 1.0)]) is None

@@ -47,6 +47,7 @@ def row(component, length, *, spread=1.05, k=4, proposer="eagle3", temperature=0
         "acceptance_length_low": length / spread,
         "acceptance_length_high": length * spread,
         "tokens_per_second": rate,
+        "timed_acceptance_length": length,
     }
 
 
@@ -145,6 +146,28 @@ def test_time_a_token_is_rounds_times_what_a_round_takes():
     assert found["ms_per_token_old"] == pytest.approx(before)
     assert found["ms_per_token_new"] == pytest.approx(after)
     assert found["ms_per_token_change"] == pytest.approx(after / before - 1)
+
+
+def test_what_a_round_takes_is_of_the_answers_that_were_timed():
+    lucky = [r | {"timed_acceptance_length": 1.5 * r["acceptance_length"]} for r in ROWS]
+    plain, found = (
+        drift(profile("old"), profile("new"), rows, DriftConfig())["acceptance"]
+        for rows in (ROWS, lucky)
+    )
+    # As quick, with half as many tokens again in a round: so a round took half as long again.
+    assert found["ms_per_token_old"] == pytest.approx(1.5 * plain["ms_per_token_old"])
+
+
+def test_scale_shortens_contexts_and_no_answers():
+    # `chat` has no length in the profiles, so it counts with its measured 120 tokens a request.
+    def unknown(scale):
+        made = profile("p", 0.5, 0.5)
+        made.components[1].output_tokens = None
+        return replace(made, scale=scale)
+
+    found = drift(unknown(1.0), unknown(10.0), ROWS, DriftConfig())["acceptance"]
+    assert found["acceptance_length_old"] == pytest.approx(220 / (100 / 3 + 120 / 2))
+    assert found["acceptance_length_new"] == pytest.approx(found["acceptance_length_old"])
 
 
 def test_distances_of_swapped_weights_are_by_hand():

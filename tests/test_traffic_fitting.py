@@ -206,7 +206,11 @@ def test_a_trace_of_blocks_comes_back(sessions):
 
 
 def test_a_trace_of_sessions_comes_back(sessions):
-    [component] = fitted(trace_lines(sessions, by_id=True)).profile.components
+    result = fitted(trace_lines(sessions, by_id=True))
+    [component] = result.profile.components
+    # Later requests have a delay and no time stamp, but sessions begin with one.
+    assert result.record["arrival"]["fitted"]
+    assert not any("arrivals" in note for note in result.record["notes"])
     # Without blocks a shared prefix cannot be told from the prompt.
     assert component.shared_prefix_tokens == 0
     whole = [100 * (s.prefix_tokens + s.turns[0].new_tokens) for s in sessions]
@@ -271,6 +275,8 @@ def test_weights_are_corrected_by_the_confusion():
     # What the classifier says is far outside.
     assert code["num_requests"] / 3000 < code["weight_low"] - 0.1
     assert sum(c.weight for c in result.profile.components) == pytest.approx(1)
+    confusion = {"components": ["code", "chat"], "rows": [[0.7, 0.3], [0.1, 0.9]]}
+    assert result.record["confusion"] == confusion
 
 
 def test_the_interval_covers_the_weight_as_often_as_it_says(monkeypatch):
@@ -353,6 +359,7 @@ def test_arrivals_that_are_not_known_stay_the_bases(stamps):
     result = fit_profile([Observed(t, 100, 10) for t in stamps], base, None)
     assert result.profile.arrival == base.arrival
     assert result.record["arrival"] == {"fitted": False}
+    assert any("arrivals are the base profile's" in note for note in result.record["notes"])
 
 
 def test_the_prefix_is_the_longest_that_a_quarter_of_the_sessions_share():

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 
 import pytest
 
@@ -90,7 +91,7 @@ def test_arrival_is_the_time_stamp_else_when_it_was_created(beside, seconds):
     assert read(exchange([said("user", "hi")], **beside))[0].arrival_seconds == seconds
 
 
-@pytest.mark.parametrize("stamp", [1.7e12, "yesterday", -1, [1]])
+@pytest.mark.parametrize("stamp", [1.7e12, "yesterday", -1, [1], math.nan, math.inf, 10**400])
 def test_a_time_stamp_that_is_none_is_refused(stamp):
     with pytest.raises(ValueError, match=r"log:1: (a )?timestamp must be"):
         read(exchange([said("user", "hi")], timestamp=stamp))

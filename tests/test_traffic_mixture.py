@@ -70,6 +70,14 @@ def test_a_component_without_a_measurement_is_an_error_that_names_it():
     config = FitConfig(mixture=Mixture.recoverable, measured="x")
     with pytest.raises(ValueError, match=r"fit\.measured must have rows of chat"):
         shares(config, measured=[row("code", 2.0)])
+    # Measured, but its answers were too short for a round.
+    with pytest.raises(ValueError, match=r"fit\.measured must have rows of chat"):
+        shares(config, measured=[row("code", 2.0), row("chat", None)])
+
+
+def test_a_ceiling_of_no_component_is_an_error():
+    with pytest.raises(ValueError, match=r"fit\.ceilings\.cat must be of code, chat"):
+        shares(FitConfig(ceilings={"cat": 2.0}))
 
 
 def test_nothing_left_to_save_is_an_error():

@@ -88,3 +88,16 @@ def test_what_was_taken_stands_beside_what_is_wanted():
     assert rows["prompt_tokens"]["wanted"][1:] == pytest.approx([100, 200])
     assert rows["turns"]["distance"] is None
     assert set(rows) == {"prompt_tokens", "new_tokens_per_turn", "turns"}
+
+
+def test_turns_that_the_profile_cuts_are_not_wanted_and_a_prefix_is():
+    component = ComponentConfig(
+        "c", 1.0, ["s"], turns=Quantiles(45.0, 156.0), shared_prefix_tokens=400
+    )
+    profile = ProfileConfig("p", [component], scale=4.0, max_turns=2)
+    found = Lengths([90, 100], [50, 60], [2, 2], prefixes=[30, 30])
+    plan = Wanted.of(component, profile, 2, 0)
+    rows = {row["quantity"]: row for row in found.rows(plan, component)}
+    assert rows["turns"]["wanted"] == rows["turns"]["got"] == [2, 2, 2]
+    assert rows["shared_prefix_tokens"]["wanted"] == [100, 100, 100]
+    assert rows["shared_prefix_tokens"]["got"] == [30, 30, 30]

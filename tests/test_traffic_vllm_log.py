@@ -100,3 +100,12 @@ def test_a_prompt_that_is_not_in_the_log_is_refused():
 def test_a_prompt_without_ids_needs_a_tokenizer():
     with pytest.raises(ValueError, match="log:1: prompt_token_ids must be in the log"):
         list(read_lines([V08], "log"))
+
+
+@pytest.mark.parametrize("line", [V06, f"{V06}\n{GENERATED}: output: 'a b', finish_reason: stop"])
+def test_a_broken_literal_names_the_line_and_quotes_nothing(line):
+    lines = line.split("\n")
+    lines[-1] = lines[-1].replace("'a b'", r"'secret \x'")
+    with pytest.raises(ValueError, match="log:1: prompts and outputs must be") as caught:
+        read(*lines)
+    assert "secret" not in str(caught.value)

@@ -83,19 +83,11 @@ def with_prefix(session: Session, text: str) -> Session:
 def prefix_text(num_tokens: int, count_tokens: Callable[[str], int]) -> str:
     """The beginning of a coding agent's system prompt, of about `num_tokens` tokens.
 
-    It ends where a sentence or a line does: of these ends, the one that comes closest.
-
-    Raises:
-        ValueError: the prompt has fewer tokens.
+    It ends where a sentence or a line does: of these ends, the one that comes closest. Where more
+    tokens are asked for than there are, it is the whole prompt.
     """
     path = importlib.resources.files("specfit_data") / "samples" / "system_prompt.txt"
     text = path.read_text(encoding="utf-8").strip()
-    num_there = count_tokens(text)
-    if num_tokens > num_there:
-        raise ValueError(
-            f"profile.components[].shared_prefix_tokens over profile.scale must be at most "
-            f"{num_there}, the tokens of {path.name}, got {num_tokens}"
-        )
     ends = [match.start() for match in SENTENCE_END.finditer(text)] + [len(text)]
     beginnings = [text[:end] for end in ends if text[:end].strip()]
     return min(beginnings, key=lambda beginning: abs(count_tokens(beginning) - num_tokens))

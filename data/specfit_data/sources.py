@@ -55,11 +55,14 @@ class Source:
     held_out: bool = False  # only measured on, never trained on
     opt_in: bool = False  # its licence is not known: refused until accept_licence is true
     accept_licence: bool = False
-    limit: int | None = None  # rows read at most
+    skip: int = 0  # rows passed over first: two sources can share a file without sharing a row
+    limit: int | None = None  # rows read at most, after those
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"data.sources.*.limit must be at least 1, got {self.limit}")
+        if self.skip < 0:
+            raise ValueError(f"data.sources.*.skip must be at least 0, got {self.skip}")
 
 
 @dataclass(frozen=True)
@@ -111,17 +114,19 @@ def commit_of(source: Source, name: str) -> str:
 
 
 def read_rows(source: Source, name: str) -> Iterator[tuple[str, Row]]:
-    """(where, row) of every row of `source`, at most `source.limit`; errors as in `read`."""
+    """(where, row) of the rows of `source` that it asks for; errors as in `read`."""
     path = local_file(source, name)
     if path is None and source.path.count("/") > 1:
         path = _download(source, name)
     rows = _hub_rows(source, name) if path is None else _file_rows(path)
     num_rows = 0
-    for where, row in islice(rows, source.limit):
+    end = None if source.limit is None else source.skip + source.limit
+    for where, row in islice(rows, source.skip, end):
         num_rows += 1
         yield where, row
     if num_rows == 0:
-        raise ValueError(f"data.sources.{name}.path must hold rows, {source.path} is empty")
+        rest = f" after {source.skip} rows" if source.skip else ""
+        raise ValueError(f"data.sources.{name}.path must hold rows, {source.path} is empty{rest}")
 
 
 def local_file(source: Source, name: str) -> Path | None:

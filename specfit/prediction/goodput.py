@@ -19,6 +19,23 @@ def can_be_drawn(profile: ProfileConfig) -> bool:
     return drawn and profile.arrival.kind is ArrivalKind.gamma
 
 
+def survival(lengths: Sequence[float]) -> list[float]:
+    """P(position i is kept), from acceptance lengths at 0, 1, ... drafted tokens.
+
+    A position is kept only behind the one before it, but lengths that were measured apart may
+    differ as if it were otherwise; then neighbours share the mean of what they add (pooling
+    adjacent violators), and none adds less than nothing.
+    """
+    pools: list[tuple[float, int]] = []  # what the positions of each add together, and how many
+    for before, after in pairwise(lengths):
+        added, num = after - before, 1
+        while pools and pools[-1][0] / pools[-1][1] < added / num:
+            more, others = pools.pop()
+            added, num = added + more, num + others
+        pools.append((added, num))
+    return [max(0.0, added / num) for added, num in pools for _ in range(num)]
+
+
 def simulated_rows(
     config: PredictConfig,
     profile: ProfileConfig,
@@ -35,10 +52,7 @@ def simulated_rows(
         lengths: by component, acceptance lengths at 0, 1, ... drafted tokens.
         seed: of the traffic.
     """
-    acceptance = {
-        name: Acceptance.from_positions([b - a for a, b in pairwise(own)])
-        for name, own in lengths.items()
-    }
+    acceptance = {name: Acceptance.from_positions(survival(own)) for name, own in lengths.items()}
     most = min(len(own) for own in lengths.values()) - 1
     rates = config.rates or [times * profile.arrival.rate for times in RATES]
     return sweep(

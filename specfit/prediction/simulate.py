@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import simpy
+from tqdm import tqdm
 
 from specfit.checks import require
 from specfit.prediction.server import Acceptance, Costs, Job, Server, ServerConfig, Steps
@@ -168,7 +169,7 @@ def sweep(
     for rate in rates:
         require(0 < rate < float("inf"), "predict.rates[]", "be positive", rate)
     rows = []
-    for rate in rates:
+    for rate in tqdm(rates, unit="rate", desc="simulate"):
         # A gamma's draws scale with its mean: only the times differ.
         sessions = draw_sessions(
             replace(profile, arrival=replace(profile.arrival, rate=rate)), num_sessions, seed

@@ -65,6 +65,8 @@ def section(folder: Path, rows: Sequence[Row], confidence: float) -> Section:
     place = {(row["head"], row["profile"]): row for row in rows}
     seeds = rows[0]["num_seeds"]
     level = f"{100 * confidence:g} % intervals over seeds and sessions"
+    ks = ", ".join(f"{k}" for k in sorted({row["num_draft_tokens"] for row in rows}))
+    heat = ", ".join(f"{t:g}" for t in sorted({t for row in rows for t in row["temperatures"]}))
 
     def table(caption: str, cell: Any) -> Table:
         found: list[list[Cell]] = [
@@ -79,7 +81,8 @@ def section(folder: Path, rows: Sequence[Row], confidence: float) -> Section:
         [
             _heat_map(folder, heads, profiles, place),
             table(
-                f"Acceptance length of the profile's mix, {seeds} seeds together; {level}.",
+                f"Acceptance length of the profile's mix at k = {ks} and temperature {heat}, "
+                f"{seeds} seeds together; {level}.",
                 lambda row: estimate(row, "acceptance_length"),
             ),
             table(
@@ -89,6 +92,10 @@ def section(folder: Path, rows: Sequence[Row], confidence: float) -> Section:
             table(
                 "Each seed alone.",
                 lambda row: " / ".join(number(length, 2) for length in row["by_seed"]),
+            ),
+            table(
+                "The change of each seed, in percent: of few seeds, what they agree on counts.",
+                lambda row: " / ".join(f"{100 * c:+.1f}" for c in row["change_by_seed"]),
             ),
             Text(
                 "A head's training is another one with each seed: other conversations, another "

@@ -1,6 +1,7 @@
 """The page of a traffic profile: what it is, drawn, and what the sources cover of it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ QUANTITIES = {
     "prompt_tokens": "prompt tokens",
     "new_tokens_per_turn": "new tokens a turn",
     "turns": "turns",
+    "shared_prefix_tokens": "shared prefix tokens",
 }
 
 
@@ -164,9 +166,8 @@ def _three(values: Sequence[Number] | None) -> str:
 
 
 def _colors(num: int) -> list[str]:
-    return [plots.BLUE, plots.ORANGE, plots.GREEN, plots.GREY, "#cc79a7", "#e69f00", "#56b4e9"][
-        :num
-    ]
+    colors = [plots.BLUE, plots.ORANGE, plots.GREEN, plots.GREY, "#cc79a7", "#e69f00", "#56b4e9"]
+    return list(islice(cycle(colors), num))
 
 
 def _mix(folder: Path, record: Record) -> Image:
@@ -176,7 +177,7 @@ def _mix(folder: Path, record: Record) -> Image:
         axes = figure.subplots()
         for y, key in enumerate(("output_tokens", "requests")):
             left = 0.0
-            for row, color in zip(rows, _colors(len(rows)), strict=False):
+            for row, color in zip(rows, _colors(len(rows)), strict=True):
                 name = row["component"] if y == 1 else None
                 axes.barh(y, row[key], left=left, color=color, height=0.6, label=name)
                 left += row[key]
@@ -209,7 +210,7 @@ def _lengths(folder: Path, sessions: Sequence[Session]) -> Image:
             }
             most = max(max(own) for own in found.values())
             bins = np.geomspace(1, max(2, most), NUM_BINS)
-            for name, color in zip(names, _colors(len(names)), strict=False):
+            for name, color in zip(names, _colors(len(names)), strict=True):
                 weights = np.full(len(found[name]), 1 / len(found[name]))
                 axes.hist(
                     found[name], bins, weights=weights, histtype="step", color=color, label=name

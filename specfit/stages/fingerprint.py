@@ -1,9 +1,11 @@
 """`fingerprint`: what may be known of the traffic without keeping any of it."""
 
+import gzip
 import json
 import logging
 import random
 import sys
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,19 +43,23 @@ class Classifier(Protocol):
 
 @contextmanager
 def opened(requests: str | None) -> Iterator[Iterable[bytes]]:
-    """The lines of a file, or of standard input for None and `-`.
+    """The lines of a file or pipe, also with .gz, or of standard input for None and `-`.
 
     Raises:
         FileNotFoundError: there is no such file.
+        ValueError: what was packed is broken; nothing was spent.
     """
     if requests in (None, "-"):
         yield sys.stdin.buffer
         return
     path = Path(str(requests)).expanduser()
-    if not path.is_file():
+    if not path.exists() or path.is_dir():
         raise FileNotFoundError(f"fingerprint.requests must be a file, no {path}")
-    with path.open("rb") as file:
-        yield file
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            yield file
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is broken: {type(error).__name__}") from error
 
 
 def run(

@@ -27,7 +27,7 @@ from specfit.measuring import Bench, Way, decode_all, held_out, is_of
 from specfit.traffic.config import ProfileConfig
 from specfit_serve.decode import Decoded
 
-VERSION = 4
+VERSION = 5
 log = logging.getLogger(__name__)
 
 TIMED_TOKENS = 48  # decoded alone of each timed prompt
@@ -191,9 +191,9 @@ def _rows(
     timed: list[Timed],
     differences: list[dict[str, Any]],
 ) -> Iterator[dict[str, Any]]:
-    weights = bench.weights
     for way in ways:
         own = [m for m in measured if is_of(bench, way, asdict(m))]
+        weights = bench.mix_weights(own)
         by_component = {n: [m for m in own if m.component == n] for n in weights}
         by_component = {name: found for name, found in by_component.items() if found}
         different = {
@@ -224,7 +224,7 @@ def _heads(bench: Bench, ways: list[Way], measured: list[Measured]) -> list[dict
     for way in (way for way in ways if way.proposer in others):
         after = replace(way, proposer=fitted)
         both = [[m for m in measured if is_of(bench, w, asdict(m))] for w in (way, after)]
-        for row in changes(both[0], both[1], bench.weights, bench.intervals):
+        for row in changes(both[0], both[1], bench.mix_weights(both[1]), bench.intervals):
             setting = {"num_draft_tokens": way.num_draft_tokens, "temperature": way.temperature}
             found.append({"proposer": fitted, "instead_of": way.proposer} | setting | row)
     return found

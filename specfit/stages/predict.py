@@ -36,6 +36,7 @@ from specfit.training.checkpoints import load_head
 VERSION = 1
 FIGURES = "latency.json"
 MIX = "all"  # as acceptance.json names it
+LOOKUP = "ngram"  # drafts what stands in the context, without a pass of anything
 SHARE_CHANGE = 0.1  # of the requests, in what a change of the mix costs
 NUM_SESSIONS = 500  # that the mean prompt of a component with turns is taken over
 log = logging.getLogger(__name__)
@@ -72,6 +73,8 @@ def run(job: PredictJob) -> None:
     description = _description(job)
     found = _measured(job, description) if job.hardware.measured else None
     model = found.model if found else configured(description, job.hardware)
+    if job.config.proposer == LOOKUP:
+        model = replace(model, draft_cost=0.0)
     rows = [row for t in traffic for row in _latency_rows(job.config, model, t)]
     rows += list(_best_rows(rows))
     if len(components) > 1:
@@ -197,7 +200,7 @@ def _measured(job: PredictJob, description: ModelConfig) -> Measured:
     assert job.open_engine is not None
     engine = job.open_engine()
     head = None
-    if job.speculator is not None:
+    if job.speculator is not None and job.config.proposer != LOOKUP:
         config, weights = (job.speculator.file(n) for n in ("config.json", "model.safetensors"))
         head = load_head(config, weights, engine.target.device)
     return measure(engine, description, head)

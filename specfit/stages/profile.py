@@ -21,7 +21,8 @@ from specfit.traffic.profile_files import to_json
 VERSION = 1
 FIGURES = "profile.json"
 NUM_SESSIONS = 4000  # drawn
-MAX_DISTANCE = 0.2  # from a length that is wanted, beyond which it is not covered
+# From a length that is wanted, beyond which it is not covered; of a count, a share of it.
+MAX_DISTANCE = 0.2
 log = logging.getLogger(__name__)
 
 
@@ -71,10 +72,9 @@ def _covered(row: Mapping[str, Any]) -> dict[str, Any]:
     elif row["distance"] is not None:
         covered = row["distance"] <= MAX_DISTANCE
     else:
-        # Counts of turns: the quantiles are to be the same, rounded.
-        covered = all(
-            abs(g - max(1, round(w))) <= 0.5 for g, w in zip(row["got"], row["wanted"], strict=True)
-        )
+        # Counts: the quantiles are to be the same, as far as an interpolated one can be.
+        pairs = zip(row["got"], row["wanted"], strict=True)
+        covered = all(abs(g - w) <= max(0.5, MAX_DISTANCE * w) for g, w in pairs)
     return {**row, "covered": covered}
 
 

@@ -28,7 +28,7 @@ from specfit.traffic.sessions import (
 from specfit_data.conversations import Conversation
 from specfit_data.example_page import example_html
 from specfit_data.render import Rendered, Renderer, RenderError
-from specfit_data.sessions import Session, prefix_text, with_prefix
+from specfit_data.sessions import Session, prefix_text, session_of, with_prefix
 
 VERSION = 3
 log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class _Making:
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Up to `quota` sessions as rows, and their lengths beside those that are wanted."""
         wanted = Wanted.of(component, self.profile, quota, self.seed)
-        queue = self._candidates(split, pools)
+        queue = self._candidates(split, pools, whole=wanted.whole)
         candidates = list(islice(queue, wanted.num_candidates))
         sessions = put_together(wanted, candidates)
         limits = output_limits(wanted, [1 + len(s.follow_ups) for s in sessions], self.seed)
@@ -136,7 +136,7 @@ class _Making:
         ]
         return rows, found
 
-    def _candidates(self, split: str, pools: list[Pool]) -> Iterator[Candidate]:
+    def _candidates(self, split: str, pools: list[Pool], *, whole: bool) -> Iterator[Candidate]:
         """Conversations of a split, from each source in turn.
 
         A component with held-out sources is measured on those alone.
@@ -147,17 +147,21 @@ class _Making:
         while queues:
             tally, queue = queues.pop(0)
             for conversation in queue:
-                candidate = self._candidate(conversation, tally)
+                candidate = self._candidate(conversation, tally, whole=whole)
                 if candidate is not None:
                     yield candidate
                     queues.append((tally, queue))
                     break
 
-    def _candidate(self, conversation: Conversation, tally: Tally) -> Candidate | None:
+    def _candidate(
+        self, conversation: Conversation, tally: Tally, *, whole: bool
+    ) -> Candidate | None:
+        # What comes after the first request of a session is no part of its prompt.
+        first = conversation if whole else session_of(conversation).first
         try:
-            prompt = self.renderer.prompt(conversation, self.data.loss_on.name)
-            if _is_answered(conversation):
-                self.renderer.full(conversation, self.data.loss_on.name)
+            prompt = self.renderer.prompt(first, self.data.loss_on.name)
+            if _is_answered(first):
+                self.renderer.full(first, self.data.loss_on.name)
         except RenderError as error:
             _reject(tally, error)
             return None
@@ -200,6 +204,8 @@ class _Making:
             tally.num_learned += sum(end - start for start, end in reference.spans)
             tally.num_read += len(reference.input_ids)
         lengths.prompts.append(len(bare.input_ids))
+        if prefix is not None:
+            lengths.prefixes.append(num_tokens - len(bare.input_ids))
         lengths.new += map(len, follow_ups)
         lengths.turns.append(1 + len(follow_ups))
         return {

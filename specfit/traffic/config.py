@@ -15,10 +15,15 @@ class Quantiles:
     median: float
     p90: float
 
-    def __post_init__(self) -> None:
+    def check(self, key: str) -> None:
+        """Refuses quantiles that no lognormal has.
+
+        Raises:
+            ValueError: they are not positive, in order and finite; `key` is their own.
+        """
         ordered = 0 < self.median <= self.p90 < float("inf")
         got = f"median {self.median:g} and p90 {self.p90:g}"
-        require(ordered, "profile.components[].*", "have 0 < median <= p90", got)
+        require(ordered, key, "have 0 < median <= p90", got)
 
 
 @dataclass
@@ -47,6 +52,9 @@ class ComponentConfig:
         require(self.temperature >= 0, f"{key}.temperature", "be at least 0", self.temperature)
         prefix = self.shared_prefix_tokens
         require(prefix >= 0, f"{key}.shared_prefix_tokens", "be at least 0", prefix)
+        for name, value in vars(self).items():
+            if isinstance(value, Quantiles):
+                value.check(f"{key}.{name}")
         several = self.turns is not None and self.turns.p90 > 1
         for name in ("new_tokens_per_turn", "think_seconds"):
             given = getattr(self, name) is not None

@@ -16,6 +16,9 @@ def chosen(rows: Sequence[Mapping[str, Any]], shares: Sequence[Share]) -> dict[s
     kept as often as they would be alone. A pass over i + 1 tokens is taken to cost what lies on the
     line between plain decoding's and the one that was timed. None: no tokens/s were measured.
 
+    What a round took is of the answers that were timed, which are few: their acceptance length is
+    not that of all.
+
     Args:
         rows: of acceptance.json.
         shares: of the components, by which the mix weighs them: milliseconds a token are a mean
@@ -29,7 +32,7 @@ def chosen(rows: Sequence[Mapping[str, Any]], shares: Sequence[Share]) -> dict[s
             if r["proposer"] == PLAIN
             and (r["component"], r["temperature"]) == (row["component"], row["temperature"])
         )
-        if row.get("tokens_per_second") is None or plain.get("tokens_per_second") is None:
+        if "timed_acceptance_length" not in row or "tokens_per_second" not in plain:
             return None
         by_component[row["component"]] = _ms_a_token(row, plain)
     weights = normalized({s.component: s.tokens for s in shares if s.component in by_component})
@@ -58,7 +61,7 @@ def _longest(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def _ms_a_token(row: Mapping[str, Any], plain: Mapping[str, Any]) -> list[float]:
     """Of k = 0, 1, ... as many as were drafted."""
     most = row["num_draft_tokens"]
-    seconds = row["acceptance_length"] / row["tokens_per_second"]  # of a round
+    seconds = row["timed_acceptance_length"] / row["tokens_per_second"]  # of a round
     draft = row["draft_time_share"] * seconds / most
     one, all_ = 1 / plain["tokens_per_second"], (1 - row["draft_time_share"]) * seconds
     lengths = accumulate(row["acceptance_by_position"], initial=1.0)

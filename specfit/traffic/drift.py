@@ -117,11 +117,9 @@ def kolmogorov_smirnov(old: Quantiles, new: Quantiles) -> float:
     return max((abs(f.cdf(x) - g.cdf(x)) for x in crossings), default=0.0)
 
 
-def tokens_per_request(component: ComponentConfig, profile: ProfileConfig) -> float | None:
-    """Of an answer on average; None where the profile does not say."""
-    if component.output_tokens is None:
-        return None
-    return mean(component.output_tokens) / profile.scale
+def tokens_per_request(component: ComponentConfig) -> float | None:
+    """Of an answer on average, which no scale shortens; None where the profile does not say."""
+    return None if component.output_tokens is None else mean(component.output_tokens)
 
 
 def _requests(profile: ProfileConfig) -> dict[str, float]:
@@ -133,7 +131,7 @@ def _tokens(profile: ProfileConfig) -> dict[str, float] | None:
     """Shares of the output tokens; None where a component has no output length."""
     shares = {}
     for component in profile.components:
-        tokens = tokens_per_request(component, profile)
+        tokens = tokens_per_request(component)
         if tokens is None:
             return None
         shares[component.name] = component.weight * tokens
@@ -264,7 +262,7 @@ def _mix(profile: ProfileConfig, measured: Mapping[Served, Row]) -> dict[Served,
         served = _served(component)
         if served in measured:
             row = measured[served]
-            tokens = tokens_per_request(component, profile)
+            tokens = tokens_per_request(component)
             of_measured = row["num_tokens"] / row["num_prompts"]
             found[served] = component.weight * (of_measured if tokens is None else tokens)
     return found
@@ -283,12 +281,12 @@ def _ms_per_token(
     measured: Mapping[Served, Row],
     lengths: Mapping[Served, NDArray[np.float64]],
 ) -> NDArray[np.float64]:
-    """Rounds times what a round of the component took where it was measured, over tokens."""
+    """Rounds times what a round took of the component's answers that were timed, over tokens."""
     ms = sum(
         tokens
         / lengths[s]
         * 1e3
-        * measured[s]["acceptance_length"]
+        * measured[s]["timed_acceptance_length"]
         / measured[s]["tokens_per_second"]
         for s, tokens in mix.items()
     )

@@ -235,6 +235,7 @@ def record(found: Release, confusion: Values, *, min_requests: int, window: str)
         "num_requests": int(by_component.sum()),
         "num_unreadable": int(found.tables["component"][n]),
         "confidence": CONFIDENCE,
+        "confusion": confusion.tolist(),  # on public data; in the order of the components
         "components": rows,
         "counts": counts,
     }

@@ -108,8 +108,8 @@ def fit_profile(
         "components": rows,
         "dropped": [c.name for c in base.components if c.name not in occurring],
         "arrival": arrival_row,
-        "corrected_by_confusion": len(base.components) > 1,
-        "notes": _notes(kept),
+        "confusion": _confusion(classifier) if len(base.components) > 1 else None,
+        "notes": _notes(kept, arrival_row["fitted"]),
     }
     return Fitted(profile, record)
 
@@ -163,6 +163,12 @@ def _weights(
     return {
         name: (float(weights[i]), float(low[i]), float(high[i])) for i, name in enumerate(names)
     }
+
+
+def _confusion(classifier: Classifies | None) -> dict[str, Any]:
+    """What shares were corrected by."""
+    assert classifier is not None, "_component() has refused that"
+    return {"components": classifier.components, "rows": classifier.confusion.tolist()}
 
 
 def _components(
@@ -270,7 +276,7 @@ def _arrival(
     return arrival, {"fitted": True, "rate": rate, "cv": cv, "num_intervals": len(intervals)}
 
 
-def _notes(requests: list[Observed]) -> list[str]:
+def _notes(requests: list[Observed], knows_arrivals: bool) -> list[str]:
     """What a reader of the record should know of the log, in sentences."""
     notes = []
     known = Counter(r.output_tokens is not None for r in requests)
@@ -283,8 +289,8 @@ def _notes(requests: list[Observed]) -> list[str]:
             "The log does not say when answers ended: think times have the answers in them."
         )
     stamps = [r.arrival_seconds for r in requests if r.arrival_seconds is not None]
-    if len(stamps) < len(requests):
-        notes.append("Requests without a time stamp: arrivals are the base profile's.")
+    if not knows_arrivals:
+        notes.append("Time stamps do not say when sessions began: arrivals are the base profile's.")
     elif all(t == int(t) for t in stamps):
         notes.append(
             "Time stamps are whole seconds: shorter intervals and think times are not seen."

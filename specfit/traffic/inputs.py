@@ -59,8 +59,8 @@ class TrafficInputs:
         path = Path(what).expanduser()
         if not path.is_file():
             if path.suffix:
-                raise FileNotFoundError(f"{key} must be a profile's name or a file, no {what}")
-            return named_profile(what, self.conf)
+                raise FileNotFoundError(f"{key} must be a profile's name or a file, got {what}")
+            return named_profile(what, self.conf, key)
         if path.suffix == ".json":
             found = _record(path)
             if found.get("kind") == KIND:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
@@ -351,9 +352,13 @@ def _length(value: object, at: str, name: str, *, least: int) -> int | None:
 def _number(value: object, at: str, name: str) -> float | None:
     if value is None:
         return None
-    if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
+    # JSON as Python reads it has NaN and Infinity, and integers that no float holds.
+    most = sys.float_info.max
+    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most
+    if not number:
         got = value if isinstance(value, int | float) else type(value).__name__
-        raise ValueError(f"{at}: {name} must be a number of at least 0, got {got}")
+        raise ValueError(f"{at}: {name} must be a finite number of at least 0, got {got}")
+    assert isinstance(value, int | float)
     return float(value)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specfit.checks import require
 from specfit.traffic.config import FitConfig, Mixture, ProfileConfig
 from specfit.traffic.draw import mean
 
@@ -40,6 +41,12 @@ def token_shares(
     return normalized({c.name: c.weight * tokens[c.name] for c in profile.components})
 
 
+def known_token_shares(profile: ProfileConfig) -> dict[str, float] | None:
+    """Of the profile's output tokens; None where it does not say how long answers are."""
+    known = all(c.output_tokens is not None for c in profile.components)
+    return token_shares(profile) if known else None
+
+
 def mixture(
     profile: ProfileConfig,
     config: FitConfig,
@@ -56,9 +63,12 @@ def mixture(
         measured: rows of acceptance.json, for `recoverable`.
 
     Raises:
-        ValueError: `recoverable` finds a component unmeasured, or nothing to recover.
+        ValueError: `recoverable` finds a component unmeasured, or nothing to recover; a ceiling is
+            of no component.
     """
     tokens = token_shares(profile, measured_tokens)
+    for name in config.ceilings:
+        require(name in tokens, f"fit.ceilings.{name}", f"be of {', '.join(tokens)}", name)
     match config.mixture:
         case Mixture.profile:
             wanted = tokens
@@ -102,8 +112,9 @@ def recoverable(
 
 
 def acceptance_lengths(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of the first head and k of acceptance.json, by component."""
-    return {row["component"]: row["acceptance_length"] for row in of_first_head(rows)}
+    """Of the first head and k of acceptance.json, by component; those without a round are not."""
+    lengths = {row["component"]: row["acceptance_length"] for row in of_first_head(rows)}
+    return {name: length for name, length in lengths.items() if length is not None}
 
 
 def of_first_head(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -69,8 +69,8 @@ def read_profile(path: Path) -> ProfileConfig:
     return from_json(values, str(path))
 
 
-def named_profile(name: str, conf_folder: Path) -> ProfileConfig:
-    """The profile that `conf_folder`/profile has by this name.
+def named_profile(name: str, conf_folder: Path, key: str = "a profile") -> ProfileConfig:
+    """The profile that `conf_folder`/profile has by this name; `key` is what asks for it.
 
     Raises:
         FileNotFoundError: it has none; the message lists those that it has.
@@ -78,7 +78,7 @@ def named_profile(name: str, conf_folder: Path) -> ProfileConfig:
     """
     known = {path.stem: path for path in sorted((conf_folder / "profile").glob("*.yaml"))}
     if name not in known:
-        raise FileNotFoundError(f"a profile must be one of {', '.join(known)}, got {name}")
+        raise FileNotFoundError(f"{key} must be one of {', '.join(known)}, or a file, got {name}")
     return read_profile(known[name])
 
 

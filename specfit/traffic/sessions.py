@@ -38,6 +38,7 @@ class Wanted:
     outputs: Quantiles | None
     turns: list[int]  # of each session
     whole: bool  # conversations are taken as they are: one request, with the history it has
+    prefix_tokens: int  # that all sessions begin with
 
     @classmethod
     def of(
@@ -55,6 +56,7 @@ class Wanted:
             component.output_tokens,  # an answer is as long as it is, whatever it answers
             turns,
             component.turns is None,
+            prefix_of(component, profile),
         )
 
     @property
@@ -120,24 +122,29 @@ class Lengths:
     prompts: list[int] = field(default_factory=list)  # of first requests, after the prefix
     new: list[int] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
+    prefixes: list[int] = field(default_factory=list)
 
     def rows(self, wanted: Wanted, component: ComponentConfig) -> Iterator[dict[str, Any]]:
         """Beside what the profile wants: quantiles, and how far the two are apart."""
-        asked = {
+        lengths = {
             "prompt_tokens": (self.prompts, wanted.prompts),
             "new_tokens_per_turn": (self.new, wanted.new if component.turns else None),
-            "turns": (self.turns, component.turns),
         }
-        for quantity, (values, quantiles) in asked.items():
-            if not values:
-                continue
-            row: dict[str, Any] = {"quantity": quantity, "num": len(values)}
-            row["got"] = quantiles_of(values)
-            row["wanted"] = quantiles_wanted(quantiles) if quantiles else None
-            # Of counts: a turn of 1.4 is one of 1.
-            counted = quantiles if quantity != "turns" else None
-            row["distance"] = distance(values, counted) if counted else None
-            yield row
+        for quantity, (values, quantiles) in lengths.items():
+            if values:
+                row = {"quantity": quantity, "num": len(values), "got": quantiles_of(values)}
+                row["wanted"] = quantiles_wanted(quantiles) if quantiles else None
+                yield row | {"distance": distance(values, quantiles) if quantiles else None}
+        # Counts, not lognormal: turns are whole and cut, and a prefix has one length.
+        counts = {
+            "turns": (self.turns, wanted.turns if component.turns else None),
+            "shared_prefix_tokens": (self.prefixes, [wanted.prefix_tokens]),
+        }
+        for quantity, (values, numbers) in counts.items():
+            if values:
+                row = {"quantity": quantity, "num": len(values), "got": quantiles_of(values)}
+                row["wanted"] = quantiles_of(numbers) if numbers else None
+                yield row | {"distance": None}
 
 
 def prefix_of(component: ComponentConfig, profile: ProfileConfig) -> int:

@@ -109,7 +109,7 @@ def _read_request(request: _Waiting, rest: str) -> None:
     # What is not the prompt: a prompt may say anything, such as `temperature=2`.
     after = rest[prompt.end() :] if prompt else rest
     if prompt and prompt[1]:
-        request.prompt = str(ast.literal_eval(prompt[1]))
+        request.prompt = _literal(prompt[1], request.where)
     if ids := PROMPT_IDS.search(after):
         request.prompt_ids = ids[1].strip() or None
     if temperature := TEMPERATURE.search(after):
@@ -125,11 +125,19 @@ def _read_answer(
         num_ids = ids[1].count(",") + 1 if ids[1].strip() else 0
         request.output_tokens = (request.output_tokens or 0) + num_ids
     elif text is not None and stream != "delta" and request.output_tokens is None:
-        said = str(ast.literal_eval(text[1]))
+        said = _literal(text[1], request.where)
         if streamed := STREAMED.fullmatch(said):
             request.output_tokens = int(streamed[1])
         elif count_tokens is not None:
             request.output_tokens = count_tokens(said)
+
+
+def _literal(text: str, where: str) -> str:
+    """What Python wrote as `text`; an error of its reader would quote it."""
+    try:
+        return str(ast.literal_eval(text))
+    except (SyntaxError, ValueError):
+        raise ValueError(f"{where}: prompts and outputs must be Python's literals") from None
 
 
 def _observed(request: _Waiting, count_tokens: Callable[[str], int] | None) -> Observed:
