@@ -61,7 +61,12 @@ class Beside:
         params = self._base() | {"log": self._digest(path)}
         # Lengths that a log does not say are counted by the target's tokenizer.
         inputs = {"target": self.target_key}
-        made = self.store.get_or_make(Recipe("logs", LOGS_VERSION, params, inputs), make)
+        recipe = Recipe("logs", LOGS_VERSION, params, inputs)
+        # Its weights and lengths are in the keys of all that follows.
+        known = self.cfg.stage is not Stage.status or self.store.find(recipe) is not None
+        before = "be fitted before its status is asked for (stage=profile does that)"
+        require(known, "profile.from_logs", before, given.from_logs)
+        made = self.store.get_or_make(recipe, make)
         fitted = made.file("profile.json")
         return replace(self.cfg, profile=from_json(read_json(fitted)["profile"], str(fitted)))
 

@@ -124,6 +124,18 @@ def test_a_log_that_is_not_there_or_too_short_is_refused(words, tmp_path):
         tiny_runs.run(words, "stage=profile", f"profile.from_logs={path}")
 
 
+def test_status_makes_nothing_of_a_log(words, log, tmp_path):
+    asked = [*words, f"runtime.root={tmp_path}", f"profile.from_logs={log}"]
+    with pytest.raises(ValueError, match=r"profile\.from_logs must be fitted before its status"):
+        pipeline.status(tiny_runs.composed([*asked, "stage=status"]))
+    assert not (tmp_path / "logs").exists()
+    made = tiny_runs.run(asked, "stage=profile")
+    found = pipeline.status(tiny_runs.composed([*asked, "stage=status"]))
+    prompts = next(row for row in found if row.stage == "prompts")
+    assert prompts.state == "made"
+    assert made.manifest["inputs"]["prompts"] == prompts.key
+
+
 # --- Fingerprints ---
 
 
@@ -283,6 +295,9 @@ def test_a_model_on_paper_needs_no_target(tmp_path):
     rows = tiny_runs.read_json(made, "latency.json")["rows"]
     factors = [row["name"] for row in rows if row["kind"] == "factor"]
     assert len(factors) == 6
+    # What an experiment leaves open it has of the profile below it: nothing that shortens prompts.
+    assert made.manifest["params"]["profile"]["scale"] == 1
+    assert made.manifest["params"]["profile"]["max_turns"] is None
     assert all(row["limit"] for row in rows if row["kind"] == "factor" and "limit" in row)
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["predict"]
     assert tiny_runs.keys([*PAPER, *more]) == {"predict": made.key}

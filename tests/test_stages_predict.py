@@ -287,6 +287,21 @@ def test_a_model_that_is_only_described_cannot_be_measured(tmp_path):
         run(job(tmp_path, config=config, profile=profile, hardware=machine("cpu")))
 
 
+@pytest.mark.parametrize("form", [Format.bf16, Format.fp8, Format.nvfp4])
+def test_a_target_that_a_cpu_holds_in_fp32_is_predicted_in_another_format(tmp_path, form):
+    info = dataclasses.replace(make_target().info, dtype="float32")
+    with pytest.raises(ValueError, match=r"predict\.format must be bf16, fp8 or nvfp4 .*got fp32"):
+        run(job(tmp_path, info=info))
+    found = described(info, form)
+    assert (found.attention.format, found.head.format, found.kv_format) == (
+        form,
+        Format.bf16,
+        Format.bf16,
+    )
+    run(job(tmp_path, info=info, config=PredictConfig(concurrencies=[1], format=form)))
+    assert read(tmp_path, "best")
+
+
 def test_prompt_lookup_drafts_without_a_pass(tmp_path):
     looked_up = [row(name, 3, proposer="ngram") for name in ("code", "talk")]
     config = PredictConfig(concurrencies=[1, 8], proposer="ngram")

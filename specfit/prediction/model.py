@@ -245,7 +245,7 @@ def configured(model: ModelConfig, hardware: HardwareConfig) -> LatencyModel:
     def seconds(part: PartConfig) -> float:
         constant = getattr(hardware.flops, part.format.name, None)
         known = constant is not None or part.parameters == 0
-        require(known, "predict.model", "have weights in bf16, fp8 or nvfp4", part.format.name)
+        require(known, "predict.format", "be bf16, fp8 or nvfp4 on this machine", part.format.name)
         return 0.0 if constant is None else 2 * part.parameters / (compute * constant.known)
 
     several = hardware.num_devices > 1
@@ -276,13 +276,16 @@ def described(info: TargetInfo, form: Format | None) -> ModelConfig:
     Args:
         info: the target.
         form: of the layers' weights; None: as they are stored. The head and the cache are in the
-            type of the computation.
+            type of the computation; where that is fp32, as on a CPU, and the layers are to be in
+            another, in bf16.
 
     Raises:
         ValueError: `form` is None and the checkpoint's format is none of ours.
     """
     plain = _DTYPES[info.dtype]
     layers = plain if form is None and info.quantization is None else form or _stored(info)
+    if plain is Format.fp32 and form not in (None, Format.fp32):
+        plain = Format.bf16
     width = info.num_heads * info.head_dim
     kv_width = info.num_kv_heads * info.head_dim
     attention = info.num_layers * info.hidden_size * 2 * (width + kv_width)
