@@ -332,7 +332,7 @@ def test_a_target_of_an_unknown_format_asks_for_one():
         ),
         (
             lambda: configured(sizes(head=PartConfig(1e8, Format.fp32)), machine()),
-            r"predict\.model must have weights in bf16, fp8 or nvfp4, got fp32",
+            r"predict\.format .* must be bf16, fp8 or nvfp4 on .*, got fp32",
         ),
     ],
 )

@@ -290,7 +290,9 @@ def test_a_model_that_is_only_described_cannot_be_measured(tmp_path):
 @pytest.mark.parametrize("form", [Format.bf16, Format.fp8, Format.nvfp4])
 def test_a_target_that_a_cpu_holds_in_fp32_is_predicted_in_another_format(tmp_path, form):
     info = dataclasses.replace(make_target().info, dtype="float32")
-    with pytest.raises(ValueError, match=r"predict\.format must be bf16, fp8 or nvfp4 .*got fp32"):
+    with pytest.raises(
+        ValueError, match=r"predict\.format .* must be bf16, fp8 or nvfp4 on B200, got fp32"
+    ):
         run(job(tmp_path, info=info))
     found = described(info, form)
     assert (found.attention.format, found.head.format, found.kv_format) == (

@@ -245,7 +245,8 @@ def configured(model: ModelConfig, hardware: HardwareConfig) -> LatencyModel:
     def seconds(part: PartConfig) -> float:
         constant = getattr(hardware.flops, part.format.name, None)
         known = constant is not None or part.parameters == 0
-        require(known, "predict.format", "be bf16, fp8 or nvfp4 on this machine", part.format.name)
+        keys = "predict.format (or predict.model's formats)"
+        require(known, keys, f"be bf16, fp8 or nvfp4 on {hardware.name}", part.format.name)
         return 0.0 if constant is None else 2 * part.parameters / (compute * constant.known)
 
     several = hardware.num_devices > 1
