@@ -34,6 +34,7 @@ class Beside:
         """`count_tokens` is of the tokenizer of the target whose artifact has `target_key`."""
         self.cfg, self.store, self.target_key = cfg, store, target_key
         self.inputs = TrafficInputs(cfg.profile, cfg.data.sources, cfg.seed, CONF, count_tokens)
+        self.log_record: dict[str, Any] | None = None  # of the log that the profile is fitted to
 
     def observed(self) -> RunConfig:
         """The configuration with the profile that `from_logs` or `from_fingerprint` asks for.
@@ -67,8 +68,10 @@ class Beside:
         before = "be fitted before its status is asked for (stage=profile does that)"
         require(known, "profile.from_logs", before, given.from_logs)
         made = self.store.get_or_make(recipe, make)
-        fitted = made.file("profile.json")
-        return replace(self.cfg, profile=from_json(read_json(fitted)["profile"], str(fitted)))
+        file = made.file("profile.json")
+        found = read_json(file)
+        self.log_record = {"log": str(given.from_logs)} | found["record"]
+        return replace(self.cfg, profile=from_json(found["profile"], str(file)))
 
     def fingerprint(self) -> Artifact:
         """Counts a stream. A window that was released is found again, whatever the stream holds.

@@ -87,13 +87,8 @@ class _Path:
         digests = self.store.root / "digests.json"
         self.location = locate(cfg.target, digests=digests, download=download)
         self.recipes = recipes_of(cfg, self.location, digests)
-        self.opened = OpenTarget(
-            cfg,
-            self.location,
-            self.device,
-            target=lambda: self.target,
-            quantize=lambda: self.quantize,
-        )
+        sources = {"target": lambda: self.target, "quantize": lambda: self.quantize}
+        self.opened = OpenTarget(cfg, self.location, self.device, **sources)
         self.beside = Beside(cfg, self.store, self.recipes["target"].key, self._count_tokens)
         self.cfg = self.beside.observed()
         if self.cfg is not cfg:
@@ -135,7 +130,11 @@ class _Path:
         return self._make(
             "profile",
             lambda folder: profile.run(
-                folder, profile=self.cfg.profile, seed=self.cfg.seed, prompts=conversations
+                folder,
+                profile=self.cfg.profile,
+                seed=self.cfg.seed,
+                prompts=conversations,
+                logs=self.beside.log_record,
             ),
         )
 
@@ -204,8 +203,10 @@ class _Path:
         conversations, _ = self.prompts, self.opened.served
 
         def make(folder: Path) -> None:
-            asked_for = self.cfg.stage.value >= Stage.extract.value
-            recipe = self.recipes["extract"] if asked_for and self._keeps_states else None
+            config = self.cfg.extract
+            kept = config.mode is ExtractMode.store and config.while_generating
+            asked_for = kept and self.cfg.stage.value >= Stage.extract.value
+            recipe = self.recipes["extract"] if asked_for else None
             with recorder_in(self.store, recipe, self._recorder) as recorder:
                 generate.run(
                     folder,
@@ -219,15 +220,13 @@ class _Path:
 
         return self._make("generate", make)
 
-    @property
-    def _keeps_states(self) -> bool:
-        config = self.cfg.extract
-        return config.while_generating and config.mode is ExtractMode.store
-
     def _recorder(self, folder: Path) -> StateRecorder:
-        layers = aux_layers_of(self.cfg.speculator, self.opened.info)
-        target = self.opened.loaded
+        layers, target = self._aux_layers, self.opened.loaded
         return StateRecorder(folder, config=self.cfg.extract, aux_layers=layers, target=target)
+
+    @property
+    def _aux_layers(self) -> list[int]:
+        return aux_layers_of(self.cfg.speculator, self.opened.info)
 
     @cached_property
     def fit(self) -> Artifact:
@@ -260,7 +259,7 @@ class _Path:
             lambda folder: extract.run(
                 folder,
                 config=self.cfg.extract,
-                aux_layers=aux_layers_of(self.cfg.speculator, self.opened.info),
+                aux_layers=self._aux_layers,
                 answers=answers,
                 target=self.opened.loaded,
             ),

@@ -66,8 +66,11 @@ def test_the_profile_of_a_log_is_what_the_path_is_made_for(words, log):
     [component] = observed(words, logged).components
     assert component.prompt_tokens.median == 40 + (NUM_REQUESTS - 1) / 2
     assert component.output_tokens.median == 10
-    record = tiny_runs.read_json(tiny_runs.run(words, "stage=profile", logged), "profile.json")
+    made = tiny_runs.run(words, "stage=profile", logged)
+    record = tiny_runs.read_json(made, "profile.json")
     assert record["profile"]["components"][0]["prompt_tokens"] == asdict(component.prompt_tokens)
+    assert record["logs"]["num_requests"] == NUM_REQUESTS
+    assert f"{NUM_REQUESTS} requests of" in made.file("profile.md").read_text()
     plain, fitted = tiny_runs.keys(words), tiny_runs.keys(words, logged)
     assert plain["target"] == fitted["target"]
     assert all(plain[stage] != fitted[stage] for stage in ("prompts", "fit", "measure"))

@@ -1,6 +1,7 @@
 """The profile's own arrivals on the predicted machine: goodput by rate and by k."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -54,12 +55,14 @@ def simulated_rows(
     """
     acceptance = {name: Acceptance.from_positions(survival(own)) for name, own in lengths.items()}
     most = min(len(own) for own in lengths.values()) - 1
+    # Said once for the formula and the simulation.
+    disaggregated = config.disaggregated or config.server.disaggregated
     rates = config.rates or [times * profile.arrival.rate for times in RATES]
     return sweep(
         profile,
         costs,
         acceptance,
-        config.server,
+        replace(config.server, disaggregated=disaggregated),
         rates=rates,
         num_draft_tokens=range(most + 1),
         num_sessions=config.num_sessions,

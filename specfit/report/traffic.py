@@ -12,7 +12,15 @@ from matplotlib.ticker import PercentFormatter
 
 from specfit.report import pages, plots
 from specfit.report.document import Block, Cell, Column, Document, Image, Section, Table, Text
-from specfit.report.figures import DASH, NOT_MEASURED, Number, number, share, yes_no
+from specfit.report.figures import (
+    DASH,
+    NOT_MEASURED,
+    Number,
+    estimate,
+    number,
+    share,
+    yes_no,
+)
 from specfit.traffic.draw import Session
 
 Record = Mapping[str, Any]
@@ -35,7 +43,11 @@ def write_page(folder: Path, record: Record, sessions: Sequence[Session]) -> Non
         f"The traffic profile {record['profile']['name']}",
         lead(record),
         [],
-        [Section("What it is", [*images, what(record), *drawn(record)]), coverage(record)],
+        [
+            Section("What it is", [*images, what(record), *drawn(record)]),
+            *logs(record["logs"]),
+            coverage(record),
+        ],
     )
     pages.write(folder, "profile", document)
 
@@ -123,6 +135,60 @@ def drawn(record: Record) -> list[Block]:
             rows,
         )
     ]
+
+
+def logs(record: Record | None) -> list[Section]:
+    """How the profile was fitted to a log, and how often the classifier is wrong."""
+    if record is None:
+        return []
+    rows: list[list[Cell]] = [
+        [
+            row["name"],
+            estimate({key: 100 * row[key] for key in row if key.startswith("weight")}, "weight", 1),
+            number(row["num_sessions"]),
+            ", ".join(row["from_base"]) or DASH,
+            yes_no(row["few_sessions"]),
+        ]
+        for row in record["components"]
+    ]
+    said = (
+        f"{number(record['num_requests'])} requests of {number(record['num_sessions'])} sessions "
+        f"in {record['log']}."
+    )
+    if record["dropped"]:
+        said += f" Not seen, and dropped: {', '.join(record['dropped'])}."
+    blocks: list[Block] = [
+        Text(" ".join([said, *record["notes"]])),
+        Table(
+            "Components of the log: shares of the requests in percent, corrected by the "
+            "classifier's confusion, with 95 % intervals over sessions.",
+            [
+                Column("component"),
+                Column("requests, %", numeric=True),
+                Column("sessions", numeric=True),
+                Column("as the base profile has it"),
+                Column("few sessions"),
+            ],
+            rows,
+        ),
+    ]
+    if record["confusion"] is not None:
+        blocks.append(_confusion(record["confusion"]))
+    return [Section("From logs", blocks)]
+
+
+def _confusion(confusion: Record) -> Table:
+    names = confusion["components"]
+    return Table(
+        "What the classifier takes requests for, in percent: a row a true component, on held-out "
+        "texts of the public sources. Their wording is alike within a source, so real requests are "
+        "mistaken more often than this.",
+        [Column("true"), *(Column(name, numeric=True, group="predicted") for name in names)],
+        [
+            [name, *(number(100 * share, 1) for share in row)]
+            for name, row in zip(names, confusion["rows"], strict=True)
+        ],
+    )
 
 
 def coverage(record: Record) -> Section:

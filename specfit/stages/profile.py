@@ -26,8 +26,23 @@ MAX_DISTANCE = 0.2
 log = logging.getLogger(__name__)
 
 
-def run(folder: Path, *, profile: ProfileConfig, seed: int, prompts: Artifact) -> None:
-    """Writes profile.json (which `profile.from_logs` and `drift` read, too) and a page."""
+def run(
+    folder: Path,
+    *,
+    profile: ProfileConfig,
+    seed: int,
+    prompts: Artifact,
+    logs: dict[str, Any] | None,
+) -> None:
+    """Writes profile.json (which `drift` reads, too) and a page.
+
+    Args:
+        folder: of the artifact.
+        profile: the traffic.
+        seed: of what is drawn.
+        prompts: what the sources gave.
+        logs: how the profile was fitted to a log; None where it was not.
+    """
     record = json.loads(prompts.file("prompts.json").read_text())
     drawable = all(
         c.prompt_tokens is not None and c.output_tokens is not None for c in profile.components
@@ -54,6 +69,7 @@ def run(folder: Path, *, profile: ProfileConfig, seed: int, prompts: Artifact) -
         "slo": asdict(profile.slo),
         "scale": profile.scale,
         "max_turns": profile.max_turns,
+        "logs": logs,
     }
     write_json(folder / FIGURES, figures)
     traffic.write_page(folder, figures, sessions)
