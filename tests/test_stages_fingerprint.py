@@ -275,7 +275,9 @@ def test_a_packed_file_reads_like_the_file(tmp_path):
         assert list(stream) == [b"a\n", b"b\n"]
 
 
-@pytest.mark.parametrize("held", [gzip.compress(b"a\n" * 9)[:-9], b"a\nb\n"])
+@pytest.mark.parametrize(
+    "held", [gzip.compress(b"a\n" * 9)[:-9], b"a\nb\n"], ids=["cut", "not packed"]
+)
 def test_a_broken_packed_file_costs_nothing(tmp_path, held):
     path = tmp_path / "requests.jsonl.gz"
     path.write_bytes(held)
