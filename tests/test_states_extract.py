@@ -26,6 +26,7 @@ def answers(tmp_path_factory) -> Artifact:
         {
             "id": f"d{i}",
             "component": "coding",
+            "source": "s",
             "split": split,
             "input_ids": random_tokens(length, seed=i).tolist(),
             "loss_spans": [[length // 2, length]],

@@ -58,6 +58,7 @@ def record(folder, architecture, config):
         row = {
             "id": answer.id,
             "component": "coding",
+            "source": "s",
             "split": "validation" if answer.id == "d3" else "train",
             "input_ids": prompts[answer.id] + answer.tokens,
             "loss_spans": [[length, length + len(answer.tokens)]],
