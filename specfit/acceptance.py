@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from specfit.mix import Sessions, mixed_acceptance_length, mixed_change, mixed_interval
+from specfit.turns import session_id
 from specfit_serve.bootstrap import acceptance_interval
 from specfit_serve.stats import DecodeStats, Round
 
@@ -39,16 +40,6 @@ class Measured:
         end = min(x for x in (last, self.loop_start, len(self.tokens) + 1) if x is not None)
         rounds = [Round(*r) for r in self.rounds if first <= r[0] < end]
         return DecodeStats.from_rounds(rounds, self.num_draft_tokens)
-
-
-def request_id(session: str, turn: int) -> str:
-    """Of a session's request; the first one's is the session's."""
-    return f"{session}#{turn}" if turn else session
-
-
-def session_id(request: str) -> str:
-    """Of the session that a request belongs to."""
-    return request.partition("#")[0]
 
 
 def by_session(measured: Sequence[Measured]) -> dict[str, list[DecodeStats]]:

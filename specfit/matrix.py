@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from jaxtyping import Float
+from torch import Tensor
 
 from specfit.acceptance import Measured, by_session
 from specfit.artifacts import Artifact
 from specfit.config import RunConfig, job_config
 from specfit.files import read_jsonl
+from specfit.mix import counts_of, length_of
 
-Counts = Float[np.ndarray, "_ 3"]  # tokens, rounds and requests of each
+Counts = Float[Tensor, "_ 3"]  # tokens, rounds and requests of each
 NUM_BOOTSTRAP, CONFIDENCE = 2000, 0.95  # resamples behind each interval, and its level
 FITTED = "eagle3"  # what a measurement calls the head that was fitted to its own profile
 
@@ -134,29 +137,18 @@ def _counts_by_head(
 
 
 def _counts(measured: Sequence[Measured]) -> Counts:
-    sessions = sorted(by_session(measured).items())
-    return np.array(
-        [
-            (sum(s.num_tokens for s in of), sum(s.num_rounds for s in of), len(of))
-            for _, of in sessions
-        ],
-        dtype=np.float64,
-    )
+    return counts_of([requests for _, requests in sorted(by_session(measured).items())])
 
 
 def _pooled(counts: Sequence[Mapping[str, Counts]], weights: Mapping[str, float]) -> float:
-    sums = [{name: c.sum(0) for name, c in of.items()} for of in counts]
-    return float(_length(sums, weights))
+    return float(
+        length_of(_total([{n: c.sum(0) for n, c in of.items()} for of in counts]), weights)
+    )
 
 
-def _length(sums: Sequence[Mapping[str, Any]], weights: Mapping[str, float]) -> Any:
-    """Tokens over rounds of the mix; components count by their share of the requests."""
-    tokens = rounds = 0.0
-    for name, weight in weights.items():
-        total = sum(of[name] for of in sums)
-        tokens = tokens + weight * total[..., 0] / total[..., 2]
-        rounds = rounds + weight * total[..., 1] / total[..., 2]
-    return tokens / rounds
+def _total(seeds: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Of the seeds' sums, by component."""
+    return {name: torch.stack([of[name] for of in seeds]).sum(0) for name in seeds[0]}
 
 
 def _resampled(
@@ -169,12 +161,12 @@ def _resampled(
         drawn = generator.integers(len(counts), size=len(counts))
         sums = [
             {
-                name: c[generator.integers(len(c), size=len(c))].sum(0)
+                name: c[torch.from_numpy(generator.integers(len(c), size=len(c)))].sum(0)
                 for name, c in counts[at].items()
             }
             for at in drawn
         ]
-        lengths[i] = _length(sums, weights)
+        lengths[i] = float(length_of(_total(sums), weights))
     return lengths
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from specfit.acceptance import Intervals, Measured, by_session, request_id
+from specfit.acceptance import Intervals, Measured, by_session
 from specfit.answering import answer
 from specfit.artifacts import Artifact
 from specfit.engine import DecodeEngine
@@ -16,22 +16,10 @@ from specfit.targets.vocabulary import token_classes
 from specfit.traffic.config import ProfileConfig
 from specfit.traffic.mixture import known_token_shares
 from specfit.training.checkpoints import load_head
+from specfit.turns import next_prompt, request_id
 from specfit_serve.decode import Decoded, DecodeSettings, Request
 from specfit_serve.ngram import NgramProposer, NoProposer
 from specfit_serve.protocols import DecodeTarget, Proposer
-
-
-@runtime_checkable
-class Answered(Protocol):
-    """An answer that a session goes on from."""
-
-    @property
-    def tokens(self) -> list[int]:
-        """Of the answer, the one that ended it included."""
-
-    @property
-    def finish_reason(self) -> str:
-        """`stop` where the model ended it."""
 
 
 def held_out(prompts: Artifact) -> list[dict[str, Any]]:
@@ -148,7 +136,12 @@ class Bench:
         following = row.get("follow_ups", [])
         if answered.turn == len(following) or answered.finish_reason == "repetition":
             return
-        prompt = joined(row["prompt_ids"], answered, following[answered.turn], row["end_ids"])
+        prompt = next_prompt(
+            row["prompt_ids"] + answered.tokens,
+            answered.finish_reason,
+            following[answered.turn],
+            row["end_ids"],
+        )
         turn = answered.turn + 1
         if len(prompt) < self.max_tokens:
             request = row | {"id": request_id(answered.session, turn), "prompt_ids": prompt}
@@ -181,17 +174,6 @@ class Bench:
             classes=self.classes,
             label=label,
         )
-
-
-def joined(
-    prompt: list[int], answered: Answered, following: list[int], end_ids: list[int]
-) -> list[int]:
-    """The prompt of a session's next request.
-
-    An answer that was cut short is ended first, by the template's own end of a turn.
-    """
-    ended = [] if answered.finish_reason == "stop" else end_ids
-    return prompt + answered.tokens + ended + following
 
 
 def _limit(row: dict[str, Any]) -> int | None:

@@ -34,7 +34,7 @@ def weights_of_tokens(
     """
     weights = {}
     for name, sessions in stats.items():
-        tokens, _, requests = _counts(sessions).sum(0).tolist() if sessions else (0.0, 0.0, 0.0)
+        tokens, _, requests = counts_of(sessions).sum(0).tolist() if sessions else (0.0, 0.0, 0.0)
         weights[name] = shares[name] * requests / tokens if tokens else shares[name]
     return weights
 
@@ -44,13 +44,22 @@ def mixed_acceptance_length(stats: Mapping[str, Sessions], weights: Mapping[str,
 
     Components without a round say nothing and are left out; nan when none has one.
     """
-    tokens = rounds = 0.0
-    for name, sessions in stats.items():
-        if sessions:
-            counts = _counts(sessions).sum(0).tolist()
-            tokens += weights[name] * counts[0] / counts[2]
-            rounds += weights[name] * counts[1] / counts[2]
-    return tokens / rounds if rounds else float("nan")
+    sums = {name: counts_of(sessions).sum(0) for name, sessions in stats.items() if sessions}
+    return float(length_of(sums, weights)) if sums else float("nan")
+
+
+def length_of(
+    sums: Mapping[str, Float[Tensor, "*mixes 3"]], weights: Mapping[str, float]
+) -> Float[Tensor, "*mixes"]:
+    """Tokens a round of mixes, from the tokens, rounds and requests of each component.
+
+    nan where a mix has no round.
+    """
+    tokens, rounds = (
+        torch.stack([weights[name] * of[..., i] / of[..., 2] for name, of in sums.items()]).sum(0)
+        for i in (0, 1)
+    )
+    return tokens / rounds
 
 
 def mixed_interval(
@@ -91,20 +100,16 @@ def _resampled(
 ) -> Float[Tensor, " resamples"]:
     """Acceptance lengths of the mix; nan where what was drawn has no round."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.zeros(num_bootstrap, dtype=torch.float64)
-    rounds = torch.zeros(num_bootstrap, dtype=torch.float64)
+    sums = {}
     for name, sessions in stats.items():
-        n = len(sessions)
-        if n == 0:
-            continue
-        drawn = torch.randint(n, (num_bootstrap, n), generator=generator)
-        counts = _counts(sessions)[drawn].sum(1)
-        tokens += weights[name] * counts[:, 0] / counts[:, 2]
-        rounds += weights[name] * counts[:, 1] / counts[:, 2]
-    return tokens / rounds
+        if sessions:
+            n = len(sessions)
+            drawn = torch.randint(n, (num_bootstrap, n), generator=generator)
+            sums[name] = counts_of(sessions)[drawn].sum(1)
+    return length_of(sums, weights)
 
 
-def _counts(sessions: Sessions) -> Float[Tensor, "sessions 3"]:
+def counts_of(sessions: Sessions) -> Float[Tensor, "sessions 3"]:
     """Tokens, rounds and requests of each."""
     return torch.tensor(
         [

@@ -250,7 +250,7 @@ def predicting(cfg: RunConfig) -> dict[str, Any]:
         "seed": cfg.seed,
     }
     if cfg.hardware.measured:
-        params |= {"num_threads": cfg.runtime.num_threads, "processor": bench.processor()}
+        params["processor"] = bench.processor()
     return params
 
 

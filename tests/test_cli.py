@@ -97,7 +97,7 @@ def test_help_says_how_to_choose_and_override(run):
     assert code == 0
     for stage in cli.config.Stage:
         assert f"  {stage.name} " in out
-    assert out.count("\n  specfit") == 6
+    assert out.count("\n  specfit") == 9
     assert "\nspeculator: eagle31, portable\n" in out
 
 

@@ -14,7 +14,10 @@ import tiny_targets
 from specfit import artifacts, pipeline
 from specfit_data.sources import Format, Source
 
-STAGES = ["target", "prompts", "generate", "fit", "extract", "train", "measure", "export", "report"]
+STAGES = [
+    *("target", "prompts", "generate", "fit", "extract", "train"),
+    *("measure", "predict", "export", "report"),
+]
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "qwen3_moe"])
@@ -185,12 +188,12 @@ def test_a_replay_counts_by_what_its_file_holds(small, tmp_path):
 
 
 def test_a_change_of_training_leaves_what_comes_before(small):
-    assert changed(small, "train.lr=0.5") == ["train", "measure", "export", "report"]
+    assert changed(small, "train.lr=0.5") == ["train", "measure", "predict", "export", "report"]
 
 
 def test_a_draft_vocabulary_changes_no_states(small):
     of_vocab = changed(small, "speculator.draft_vocab_size=64")
-    assert of_vocab == ["fit", "train", "measure", "export", "report"]
+    assert of_vocab == ["fit", "train", "measure", "predict", "export", "report"]
 
 
 def test_where_it_runs_changes_nothing(small, tmp_path):
@@ -227,7 +230,7 @@ def test_weights_of_the_profile_change_the_fit(small):
     before = pipeline.recipes(cfg)
     cfg.profile.components[0].weight = 2.0
     after = pipeline.recipes(cfg)
-    assert before["fit"].params["weights"] != after["fit"].params["weights"]
+    assert before["fit"].params["components"] != after["fit"].params["components"]
     assert before["fit"].key != after["fit"].key
     assert before["target"].key == after["target"].key
 

@@ -37,6 +37,7 @@ def rows() -> list[dict[str, object]]:
         {
             "id": f"d{i}",
             "component": "coding",
+            "source": "s",
             "split": "validation" if i == 3 else "train",
             "input_ids": random_tokens(length, seed=i).tolist(),
             "loss_spans": [[length // 2, length]],
@@ -198,7 +199,7 @@ def test_places_are_the_rows_of_each_document_in_its_shard(tmp_path):
 
 def test_a_document_is_cut_and_one_with_nothing_left_to_learn_goes(tmp_path):
     path = tmp_path / "answers.jsonl"
-    row = {"component": "c", "split": "train", "input_ids": list(range(10))}
+    row = {"component": "c", "source": "s", "split": "train", "input_ids": list(range(10))}
     spans = {"cut": [[2, 4], [6, 9]], "late": [[7, 9]], "none": [], "edge": [[3, 7]]}
     lines = [json.dumps(row | {"id": name, "loss_spans": s}) for name, s in spans.items()]
     path.write_text("\n".join(lines) + "\n")

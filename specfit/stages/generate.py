@@ -8,13 +8,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from specfit.acceptance import request_id, session_id
 from specfit.answering import answer_plainly
 from specfit.artifacts import Artifact
 from specfit.config import GenerateConfig
 from specfit.engine import DecodeEngine
 from specfit.files import append_jsonl, read_jsonl, write_json, write_text
 from specfit.states.record import StateRecorder
+from specfit.turns import next_prompt, request_id, session_id
 from specfit_kernels.floors import speed
 from specfit_serve.decode import Decoded, Request
 
@@ -151,8 +151,9 @@ def _prompts(
         turn = before["turn"] + 1
         if before["finish_reason"] == LOOPED or turn > len(session["follow_ups"]):
             continue
-        ended = [] if before["finish_reason"] == "stop" else session["end_ids"]
-        prompt = before["input_ids"] + ended + session["follow_ups"][turn - 1]
+        following = session["follow_ups"][turn - 1]
+        answered, reason = before["input_ids"], before["finish_reason"]
+        prompt = next_prompt(answered, reason, following, session["end_ids"])
         if len(prompt) < room:
             yield name, (turn, prompt)
 
