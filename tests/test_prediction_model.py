@@ -44,12 +44,24 @@ SMALL = LatencyModel(
     communication_seconds_per_layer=2e-5,
     draft_cost=0.1,
 )
-RATES = ("bytes_per_second", "num_devices")  # more is quicker; of the others less is
+RATES = ("bytes_per_second", "num_devices", "overlap")  # more is quicker; of the others less is
 
 
 def chat(lengths: tuple[float, ...] = (1.0, 1.8, 2.2), **changes: object) -> Traffic:
     traffic = Traffic("chat", tuple(map(Length, lengths)), 100.0, 1000.0, 100.0)
     return dataclasses.replace(traffic, **changes)
+
+
+def test_what_the_longer_does_not_hide_is_added():
+    model = dataclasses.replace(SMALL, overlap=0.25)
+    for batch, width in ((1, 1), (4, 3)):
+        whole = SMALL.pass_split(batch, width, 1000.0, width)
+        reading = whole.weights + whole.kv
+        computing = batch * width * (1e-3 + (1000 + width / 2) * 1e-7 + 1e-4) / 2
+        split = model.pass_split(batch, width, 1000.0, width)
+        assert split.weights + split.kv == reading
+        longer, shorter = max(reading, computing), min(reading, computing)
+        assert reading + split.compute == pytest.approx(longer + 0.75 * shorter)
 
 
 def test_a_pass_reads_or_computes_whichever_takes_longer():
@@ -112,7 +124,8 @@ def random_model(generator: random.Random) -> LatencyModel:
 
     values = {name: scaled(value) for name, value in vars(SMALL).items()}
     whole = {"num_layers": generator.randint(1, 99), "num_devices": generator.randint(1, 9)}
-    return LatencyModel(**values | whole | {"active_share": generator.uniform(0.01, 1)})
+    shares = {"active_share": generator.uniform(0.01, 1), "overlap": generator.random()}
+    return LatencyModel(**values | whole | shares)
 
 
 def worse(generator: random.Random, name: str, value: float) -> float:
@@ -183,7 +196,8 @@ def taken(model: LatencyModel, batch: int, width: int, context: int) -> float:
     return model.step_seconds(batch, width, float(context))
 
 
-def test_the_fit_finds_the_constants_that_passes_were_made_with():
+@pytest.mark.parametrize("overlap", [1.0, 0.25, 0.0])
+def test_the_fit_finds_the_constants_that_passes_were_made_with(overlap):
     unit = dataclasses.replace(
         SMALL,
         num_devices=1,
@@ -201,12 +215,12 @@ def test_the_fit_finds_the_constants_that_passes_were_made_with():
         head_compute_seconds=0.015,
         context_compute_seconds=2e-4,
         seconds_per_layer=0.01,
+        overlap=overlap,
     )
     passes = [Pass(*s, s[1], taken(true, *s)) for s in shapes()]
-    assert {p.seconds > true.weight_bytes_read(p.batch) / 5e9 + 0.2 for p in passes} == {
-        True,
-        False,
-    }
+    roofline = dataclasses.replace(true, overlap=1.0)
+    computing = {roofline.pass_split(b, m, float(c), m).compute > 0 for b, m, c in shapes()}
+    assert computing == {True, False}
     found = fit(passes, unit, memory_bytes_per_second=2e10)
     for name, value in vars(true).items():
         assert getattr(found, name) == pytest.approx(value, rel=1e-6), name

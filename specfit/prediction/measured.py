@@ -3,7 +3,7 @@
 Passes of several widths, contexts and batches are timed through the decode loop's own target. Then
 the time of one byte, of one operation of a product, of one of attention, and of one layer are
 fitted to them by least squares on the relative error, none of them negative and no byte quicker
-than memory is read here.
+than memory is read here; and so is what reading and computing hide of each other.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,6 +33,7 @@ SECONDS = 4.0  # for timing passes, if that is enough for MIN_REPETITIONS of eac
 MIN_REPETITIONS = 3
 DRAFT_TOKENS = 4
 MAX_TURNS = 5  # of the fit
+OVERLAPS = (1.0, 0.75, 0.5, 0.25, 0.0)  # that are tried
 DRAFT_REPETITIONS = 7
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
@@ -158,32 +159,37 @@ def unit_model(target: DecodeTarget, description: ModelConfig) -> LatencyModel:
 
 
 def fit(passes: Sequence[Pass], unit: LatencyModel, memory_bytes_per_second: float) -> LatencyModel:
-    """The constants that make the least squared relative error over the passes.
+    """The constants, of OVERLAPS among them, that make the least squared relative error.
 
-    With it settled which passes read longer than they compute, the model is linear in the four
-    constants. Starting from every split of the passes by operations over bytes, the constants and
-    the split that they give take turns; the best of all is kept.
+    With an overlap, and with it settled which passes read longer than they compute, the model is
+    linear in the other four. Starting from every split of the passes by operations over bytes, the
+    constants and the split that they give take turns; the best of all is kept.
     """
     reads = np.array([_sides(p, unit)[0] for p in passes])
     computes = np.array([_sides(p, unit)[1] for p in passes])
     intensities = computes[:, 1] / reads[:, 0]
     times = np.array([p.seconds for p in passes])
-    best: Array = np.zeros(4)
-    least = np.inf
-    for intensity in [*sorted(intensities), np.inf]:
+    layers = np.array([[0.0, 0.0, 0.0, float(unit.num_layers)]])
+    best, best_overlap, least = np.zeros(4), 1.0, np.inf
+    for overlap, intensity in product(OVERLAPS, [*sorted(intensities), np.inf]):
+        # Of each pass, where it reads longer and where it computes longer.
+        reading = reads + (1 - overlap) * computes + layers
+        computing = computes + (1 - overlap) * reads + layers
         is_reading = intensities < intensity
         for _ in range(MAX_TURNS):
-            rows = np.where(is_reading[:, None], reads, computes)
+            rows = np.where(is_reading[:, None], reading, computing)
             # A byte takes 1 / memory_bytes_per_second and what is fitted.
             known = rows[:, 0] / memory_bytes_per_second
             found = _not_negative(rows / times[:, None], 1 - known / times)
             found[0] += 1 / memory_bytes_per_second
-            taken = np.maximum(reads @ found, computes @ found)
+            taken = np.maximum(reading @ found, computing @ found)
             loss = float(((taken / times - 1) ** 2).sum())
             if loss < least:
-                best, least = found, loss
-            is_reading = reads @ found > computes @ found
-    return _with(unit, best)
+                best, best_overlap, least = found, overlap, loss
+            before, is_reading = is_reading, reading @ found > computing @ found
+            if (is_reading == before).all():
+                break
+    return replace(_with(unit, best), overlap=best_overlap)
 
 
 def modelled(model: LatencyModel, timed: Pass) -> float:
@@ -193,15 +199,14 @@ def modelled(model: LatencyModel, timed: Pass) -> float:
 
 
 def _sides(p: Pass, unit: LatencyModel) -> tuple[list[float], list[float]]:
-    """Bytes, operations of products and of attention, and layers: of reading, and of computing."""
+    """Bytes, operations of products and of attention, and none of layers: read, and computed."""
     n = p.batch * p.tokens_per_sequence
     products = n * unit.token_compute_seconds
     products += p.batch * p.num_logits * unit.head_compute_seconds
     context = float(p.context_tokens)
     attention = n * (context + p.tokens_per_sequence / 2) * unit.context_compute_seconds
     read = unit.weight_bytes_read(n) + unit.kv_bytes_read(p.batch, p.tokens_per_sequence, context)
-    layers = float(unit.num_layers)
-    return [read, 0.0, 0.0, layers], [0.0, products, attention, layers]
+    return [read, 0.0, 0.0, 0.0], [0.0, products, attention, 0.0]
 
 
 def _with(unit: LatencyModel, constants: Array) -> LatencyModel:

@@ -1,9 +1,9 @@
 """The latency model: what a round takes, and what a token then takes.
 
-A pass reads weights and keys and values, or computes, whichever takes longer; and each layer takes
-a while whatever it does:
+A pass reads weights and keys and values, and computes; the longer of the two hides a share
+`overlap` of the other, all of it on a GPU. And each layer takes a while whatever it does:
 
-    t_pass = max(t_mem, t_cmp) + layers (t_layer + t_communication)
+    t_pass = max(t_mem, t_cmp) + (1 - overlap) min(t_mem, t_cmp) + layers (t_layer + t_communication)
     t_mem = (weights + experts (1 - (1 - a)^n) + batch (context + m) kv) / (devices bandwidth)
     t_cmp = n (products + (context + m / 2) attention) / (devices compute)
 
@@ -15,7 +15,8 @@ token takes
 
 where rho is the share of the time in which the devices read prompts instead.
 
-Source: our notes on latency; the first formula is the usual roofline.
+Source: our notes on latency; with an overlap of 1 the first formula is the usual roofline. What a
+CPU hides is fitted: it computes on what it has read, and little else is under way meanwhile.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,7 @@ class Split:
 
     weights: float
     kv: float
-    compute: float  # beyond what reading takes
+    compute: float  # that reading does not hide
     layers: float
     communication: float
     drafting: float = 0.0
@@ -64,6 +65,7 @@ class LatencyModel:
     seconds_per_layer: float
     communication_seconds_per_layer: float
     draft_cost: float
+    overlap: float = 1.0  # share of the shorter of reading and computing that the longer hides
 
     def weight_bytes_read(self, num_tokens: int) -> float:
         """By a pass over so many tokens, whose experts are drawn evenly."""
@@ -84,10 +86,11 @@ class LatencyModel:
         seen = context_tokens + tokens_per_sequence / 2  # by the mean token
         compute = n * (self.token_compute_seconds + seen * self.context_compute_seconds)
         compute += batch * num_logits * self.head_compute_seconds
+        compute /= self.num_devices
         return Split(
             weights=weights,
             kv=kv,
-            compute=max(0.0, compute / self.num_devices - weights - kv),
+            compute=compute - self.overlap * min(weights + kv, compute),
             layers=self.num_layers * self.seconds_per_layer,
             communication=self.num_layers * self.communication_seconds_per_layer,
         )

@@ -40,7 +40,8 @@ TERMS = {
     "interval": "That of the acceptance length, carried through the model; for a mix, what each "
     "component's ends change, added in squares. The model's own error is not in it.",
     "weights, kv": "Reading them from memory.",
-    "compute": "What a pass computes beyond the time it reads.",
+    "compute": "What a pass computes beyond what reading hides: all that fits into the time of it "
+    "on a GPU, the share `overlap` of that on a CPU.",
     "layers": "What each layer takes whatever it reads: launches, synchronisation.",
     "communication": "What several devices add to each layer.",
     "drafting": "The drafted tokens of a round.",

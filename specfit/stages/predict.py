@@ -314,5 +314,6 @@ def _constants(job: PredictJob, found: Measured | None) -> dict[str, dict[str, f
         "head_compute_seconds": {"value": m.head_compute_seconds, "source": fitted},
         "context_compute_seconds": {"value": m.context_compute_seconds, "source": fitted},
         "seconds_per_layer": {"value": m.seconds_per_layer, "source": fitted},
+        "overlap": {"value": m.overlap, "source": fitted},
         "draft_cost": {"value": m.draft_cost, "source": "measured: 4 drafted tokens over a pass"},
     }
