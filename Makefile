@@ -20,6 +20,9 @@ fit: $(STAMP) ## run specfit; make fit ARGS='stage=train train.lr=1e-3' passes i
 # A process a core, of one thread each: the same sums on every machine, and no fight for cores. The
 # tests of a file stay together, since they share what they make.
 test test-all: export OMP_NUM_THREADS := 1
+# Compiled modules are kept, also where the environment says otherwise: the import hook that checks
+# shapes keeps its own, and without them every process compiles what it imports, torch included.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 test test-all: PYTEST := $(BIN)/python -m pytest --numprocesses $(CORES) --dist loadfile
 test: $(STAMP) ## the tests, but those that take minutes
 	$(PYTEST)

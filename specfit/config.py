@@ -10,6 +10,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from specfit.checks import require, require_positive
+from specfit.export.config import ExportConfig
 from specfit.latency.config import BenchConfig
 from specfit.measure_config import MeasureConfig
 from specfit.prediction.config import HardwareConfig, PredictConfig
@@ -169,6 +170,9 @@ class SpeculatorConfig:
     """The draft head: EAGLE-3, one decoder layer over fused states of the target."""
 
     name: str = "eagle3"
+    # A head that was made elsewhere, to go on from: a folder or GGUF file in any engine's layout.
+    # Its own sizes, flags, layers and draft vocabulary hold; train.epochs=0 keeps it as it is.
+    from_checkpoint: str | None = None
     draft_vocab_size: int = 8192  # tokens that can be drafted, the commonest in answers and prompts
     aux_layers: list[int] | None = None  # None: [2, n // 2, n - 3] of n layers
     init: Init = Init.target
@@ -250,6 +254,7 @@ class RunConfig:
     predict: PredictConfig = MISSING
     fingerprint: FingerprintConfig = MISSING
     drift: DriftConfig = MISSING
+    export: ExportConfig = MISSING
     bench: BenchConfig = MISSING
     report: ReportConfig = MISSING
     runtime: RuntimeConfig = MISSING

@@ -9,19 +9,14 @@ import torch
 from specfit.artifacts import Artifact, ArtifactStore, Recipe, StatusRow
 from specfit.artifacts import status as store_status
 from specfit.beside import Beside, described, is_described, predicted
-from specfit.config import ExtractMode, RunConfig, Stage
+from specfit.config import ExtractMode, RunConfig, SpeculatorConfig, Stage
+from specfit.export.imports import adopted
 from specfit.files import GIB, read_json
 from specfit.matrix import measured_heads
 from specfit.open_target import OpenTarget
 from specfit.provenance import provenance
-from specfit.recipes import (
-    given_head,
-    measured_rows,
-    more_heads,
-    planned_mixture,
-    recipes_of,
-    unquantized,
-)
+from specfit.quantizing import Quantizing
+from specfit.recipes import measured_rows, more_heads, planned_mixture, recipes_of, unquantized
 from specfit.speculators.initialize import aux_layers_of, head_config
 from specfit.stages import (
     bench,
@@ -33,9 +28,7 @@ from specfit.stages import (
     predict,
     profile,
     prompts,
-    quantize,
     report,
-    sensitivity,
     target,
     train,
 )
@@ -93,6 +86,7 @@ class _Path:
         self.cfg = self.beside.observed()
         if self.cfg is not cfg:
             self.recipes = recipes_of(self.cfg, self.location, digests)
+        self.quantizing = Quantizing(self.cfg, self.opened, lambda: self.prompts, self._make)
         self.weights = {c.name: c.weight for c in self.cfg.profile.components}
 
     def _count_tokens(self, text: str) -> int:
@@ -111,7 +105,7 @@ class _Path:
     @cached_property
     def prompts(self) -> Artifact:
         info = read_info_file(self.target.file("info.json"))
-        head_config(self.cfg.speculator, info)  # fails here, not after the answers
+        head_config(adopted(self.cfg.speculator, info), info)  # fails here, not after the answers
         return self._make(
             "prompts",
             lambda folder: prompts.run(
@@ -148,54 +142,11 @@ class _Path:
 
     @cached_property
     def sensitivity(self) -> Artifact:
-        if self.cfg.quantize.budget is None:
-            raise ValueError(
-                f"quantize.budget must be set for stage={self.cfg.stage.name} (0.67: two thirds of "
-                "the weights in NVFP4), got null"
-            )
-        conversations = self.prompts
-        return self._make(
-            "sensitivity",
-            lambda folder: sensitivity.run(
-                sensitivity.SensitivityJob(
-                    folder=folder,
-                    config=self.cfg.quantize,
-                    profile=self.cfg.profile,
-                    seed=self.cfg.seed,
-                    prompts=conversations,
-                    source=self.opened.plain_folder,
-                    target=self.opened.plain,
-                    trust_remote_code=self.cfg.target.trust_remote_code,
-                    engine=self.opened.plain_engine,
-                )
-            ),
-        )
+        return self.quantizing.sensitivity()
 
     @cached_property
     def quantize(self) -> Artifact:
-        conversations, alone = self.prompts, self.sensitivity
-        speculator = given_head(self.cfg)
-        made = self._make(
-            "quantize",
-            lambda folder: quantize.run(
-                quantize.QuantizeJob(
-                    folder=folder,
-                    config=self.cfg.quantize,
-                    profile=self.cfg.profile,
-                    seed=self.cfg.seed,
-                    prompts=conversations,
-                    sensitivity=alone,
-                    speculator=speculator,
-                    measure=self.cfg.measure,
-                    source=self.opened.plain_folder,
-                    target=self.opened.plain,
-                    engine=self.cfg.runtime.engine,
-                )
-            ),
-        )
-        self.opened.close_plain()
-        quantize.check_gate(made, self.cfg.quantize.gate)
-        return made
+        return self.quantizing.quantize(self.sensitivity)
 
     @cached_property
     def generate(self) -> Artifact:
@@ -224,9 +175,13 @@ class _Path:
         layers, target = self._aux_layers, self.opened.loaded
         return StateRecorder(folder, config=self.cfg.extract, aux_layers=layers, target=target)
 
+    @cached_property
+    def _speculator(self) -> SpeculatorConfig:
+        return adopted(self.cfg.speculator, self.opened.info)
+
     @property
     def _aux_layers(self) -> list[int]:
-        return aux_layers_of(self.cfg.speculator, self.opened.info)
+        return aux_layers_of(self._speculator, self.opened.info)
 
     @cached_property
     def fit(self) -> Artifact:
@@ -238,7 +193,7 @@ class _Path:
                     folder=folder,
                     config=self.cfg.fit,
                     profile=self.cfg.profile,
-                    draft_vocab_size=self.cfg.speculator.draft_vocab_size,
+                    draft_vocab_size=self._speculator.draft_vocab_size,
                     max_tokens=self.cfg.extract.max_tokens,
                     prompts=conversations,
                     answers=answers,
@@ -281,7 +236,7 @@ class _Path:
                 train.TrainJob(
                     folder=folder,
                     config=self.cfg.train,
-                    speculator=self.cfg.speculator,
+                    speculator=self._speculator,
                     extract=self.cfg.extract,
                     weights=self.weights,
                     seed=self.cfg.seed,
@@ -341,18 +296,24 @@ class _Path:
 
     @cached_property
     def export(self) -> Artifact:
-        speculator = self.train
+        conversations, speculator = self.prompts, self.train
         return self._make(
             "export",
             lambda folder: export.run(
-                folder, seed=self.cfg.seed, speculator=speculator, target=self.opened.loaded
+                export.ExportJob(
+                    folder=folder,
+                    config=self.cfg.export,
+                    prompts=conversations,
+                    speculator=speculator,
+                    target=self.opened.loaded,
+                    target_gguf=self.location.gguf_path,
+                )
             ),
         )
 
     @cached_property
     def bench(self) -> Artifact:
         conversations, measured, speculator = self.prompts, self.measure, self.train
-        gguf = self.location.gguf_file
         return self._make(
             "bench",
             lambda folder: bench.run(
@@ -364,7 +325,7 @@ class _Path:
                     speculator=speculator,
                     target=self.opened.loaded,
                     source=self.opened.served_folder,
-                    gguf=self.location.folder / gguf if gguf else None,
+                    gguf=self.location.gguf_path,
                 )
             ),
         )

@@ -10,6 +10,7 @@ from typing import Any
 from specfit.artifacts import Artifact, Recipe, artifact_at
 from specfit.checks import require
 from specfit.config import ExtractMode, RunConfig, Stage
+from specfit.export.imports import files_of
 from specfit.stages import (
     bench,
     export,
@@ -55,15 +56,16 @@ def recipes_of(cfg: RunConfig, location: Location, digests: Path) -> dict[str, R
         add(Stage.sensitivity, sensitivity.VERSION, alone, "target prompts")
         add(Stage.quantize, quantize.VERSION, under_budget, "target prompts sensitivity")
     add(Stage.generate, generate.VERSION, _generate(cfg), f"{served} prompts")
-    add(Stage.fit, fit.VERSION, _fitting(cfg), "prompts generate")
+    head = given_checkpoint(cfg, digests)
+    add(Stage.fit, fit.VERSION, _fitting(cfg) | {"head": head}, "prompts generate")
     states = asdict(cfg.extract)
     del states["mode"], states["while_generating"]  # how states are made, not what they are
     if not online:
-        layers = {"aux_layers": cfg.speculator.aux_layers}
+        layers = {"aux_layers": cfg.speculator.aux_layers, "head": head}
         add(Stage.extract, extract.VERSION, states | layers, f"{served} generate")
     training = {
         "train": {k: v for k, v in asdict(cfg.train).items() if k != "save_every_s"},
-        "speculator": asdict(cfg.speculator),
+        "speculator": asdict(cfg.speculator) | {"from_checkpoint": head},
         "weights": weights,
         "states": states if online else None,
         "seed": cfg.seed,
@@ -81,7 +83,7 @@ def recipes_of(cfg: RunConfig, location: Location, digests: Path) -> dict[str, R
     add(Stage.measure, measure.VERSION, measuring, f"{served} prompts train")
     predicted = predicting(cfg)
     add(Stage.predict, predict.VERSION, predicted, f"{served} measure train")
-    add(Stage.export, export.VERSION, {"seed": cfg.seed}, f"{served} train")
+    add(Stage.export, export.VERSION, _export(cfg, digests), f"{served} prompts train")
     if cfg.stage is Stage.bench or cfg.report.bench:
         timing = asdict(cfg.bench) | {"num_threads": cfg.runtime.num_threads}
         timing["processor"] = bench.processor()
@@ -106,6 +108,13 @@ def _fitting(cfg: RunConfig) -> dict[str, Any]:
     }
 
 
+def _export(cfg: RunConfig, digests: Path) -> dict[str, Any]:
+    file = cfg.export.target_gguf
+    known = file is not None and Path(file).is_file()  # else the stage says what is wrong
+    digest = file_digest(Path(file), digests) if known and file else file
+    return asdict(cfg.export) | {"target_gguf": digest}
+
+
 def _shown(cfg: RunConfig) -> dict[str, Any]:
     sweeps = {name: _sweep(getattr(cfg.report, name), name) for name in ("sweep", "matrix")}
     return {"profile": traffic_of(cfg)} | sweeps
@@ -126,6 +135,18 @@ def given_head(cfg: RunConfig) -> Artifact | None:
     """The head of `quantize.speculator`; raises as `more_heads`."""
     path = cfg.quantize.speculator
     return None if path is None else _head_at(path, "quantize.speculator")
+
+
+def given_checkpoint(cfg: RunConfig, digests: Path) -> dict[str, str] | None:
+    """The digests of the files of `speculator.from_checkpoint`, by name.
+
+    Raises:
+        ValueError: there is no head; the message names the folder.
+    """
+    if cfg.speculator.from_checkpoint is None:
+        return None
+    files = files_of(Path(cfg.speculator.from_checkpoint))
+    return {file.name: file_digest(file, digests) for file in files}
 
 
 def measured_head(cfg: RunConfig) -> Artifact | None:

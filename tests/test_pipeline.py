@@ -58,7 +58,7 @@ def test_the_report_says_what_it_was_made_from(words, made):
 
 def test_the_report_counts_the_export_as_one_that_drafts_the_same(made):
     page = made["report"].file("report.md").read_text()
-    assert "**Exports that draft the same tokens: 1 of 1.**" in page
+    assert "**Exports that draft the same tokens: 5 of 5.**" in page
 
 
 def test_greedy_answers_of_every_proposer_are_the_plain_ones(made):
@@ -91,13 +91,9 @@ def test_the_mix_of_one_component_is_that_component(made):
 
 
 def test_the_export_drafts_as_the_trained_head_does(made):
-    (row,) = tiny_runs.read_json(made["export"], "parity.json")["rows"]
-    assert (row["engine"], row["drafted_tokens_equal"], row["max_logit_difference"]) == (
-        *("vllm", 1.0, 0.0),
-    )
-    files = tiny_runs.read_json(made["export"], "manifest.json")["files"]
-    assert "vllm/config.json" in files
-    assert set(files) <= set(made["export"].files())
+    rows = tiny_runs.read_json(made["export"], "parity.json")["rows"]
+    assert {row["drafted_tokens_equal"] for row in rows} == {1.0}
+    assert "vllm/config.json" in made["export"].files()
 
 
 def train_log(artifact):

@@ -1,15 +1,13 @@
-"""`fit` chooses the tokens that the profile's answers ask for; `train` and `export` follow it."""
+"""`fit` chooses the tokens that the profile's answers ask for; `train` follows it."""
 
 import json
 
 import pytest
 import tiny_runs
 import tiny_targets
-import torch
 
 from specfit.artifacts import ArtifactStore, Recipe
 from specfit.draft_vocab import DraftVocab
-from specfit.export import vllm
 from specfit.stages import fit
 from specfit.targets.info import TargetInfo
 from specfit.traffic.config import ComponentConfig, FitConfig, ProfileConfig
@@ -142,21 +140,6 @@ def test_the_head_that_is_kept_is_the_one_that_was_accepted_most(words):
     )
     log = tiny_runs.read_lines(artifact, "train_log.jsonl")
     assert [row["step"] for row in log] == list(range(1, summary["num_steps"] + 1))
-
-
-def test_an_export_that_drafts_otherwise_than_the_trained_head_is_an_error(words, monkeypatch):
-    read = vllm.read
-
-    def altered(folder):
-        head, vocab = read(folder)
-        with torch.no_grad():
-            head.lm_head.weight.mul_(-1)
-        return head, vocab
-
-    monkeypatch.setattr(vllm, "read", altered)
-    with pytest.raises(ValueError, match="the exported head is not the trained one"):
-        tiny_runs.run(words, "stage=export")
-    assert tiny_runs.artifacts(words)["export"] is None
 
 
 def test_tokens_of_prompts_come_after_those_of_answers_and_before_those_never_seen(fitted):

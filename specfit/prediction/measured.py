@@ -170,7 +170,8 @@ def fit(passes: Sequence[Pass], unit: LatencyModel, memory_bytes_per_second: flo
     intensities = computes[:, 1] / reads[:, 0]
     times = np.array([p.seconds for p in passes])
     layers = np.array([[0.0, 0.0, 0.0, float(unit.num_layers)]])
-    best, best_overlap, least = np.zeros(4), 1.0, np.inf
+    best: Array = np.zeros(4)
+    best_overlap, least = 1.0, np.inf
     for overlap, intensity in product(OVERLAPS, [*sorted(intensities), np.inf]):
         # Of each pass, where it reads longer and where it computes longer.
         reading = reads + (1 - overlap) * computes + layers

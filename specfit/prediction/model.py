@@ -3,7 +3,8 @@
 A pass reads weights and keys and values, and computes; the longer of the two hides a share
 `overlap` of the other, all of it on a GPU. And each layer takes a while whatever it does:
 
-    t_pass = max(t_mem, t_cmp) + (1 - overlap) min(t_mem, t_cmp) + layers (t_layer + t_communication)
+    t_pass = max(t_mem, t_cmp) + (1 - overlap) min(t_mem, t_cmp)
+             + layers (t_layer + t_communication)
     t_mem = (weights + experts (1 - (1 - a)^n) + batch (context + m) kv) / (devices bandwidth)
     t_cmp = n (products + (context + m / 2) attention) / (devices compute)
 

@@ -9,10 +9,8 @@ from specfit.report.figures import (
     NOT_MEASURED,
     duration,
     estimate,
-    is_all,
     number,
     share,
-    yes_no,
 )
 
 Record = dict[str, Any]
@@ -167,24 +165,32 @@ def export(parity: list[Record], manifest: Record) -> Section:
     rows: list[list[Cell]] = [
         [
             row["engine"],
-            yes_no(is_all(row.get("drafted_tokens_equal"))),
+            number(row.get("num_drafted_tokens")),
+            share(row.get("drafted_tokens_equal")),
             NOT_MEASURED
             if row.get("max_logit_difference") is None
-            else f"{row['max_logit_difference']:.2g}",
+            else f"{row['max_logit_difference']:.1e} of {row.get('max_logit', 0):.1f}",
         ]
         for row in parity
     ]
     blocks: list[Block] = [
         Table(
-            "Each export, read under its engine's rules, drafts beside the trained head.",
+            "Each folder, read under its engine's rules, drafts beside the trained head, from "
+            "every token of held-out conversations.",
             [
                 Column("engine"),
-                Column("same tokens drafted"),
-                Column("largest difference, logits", numeric=True),
+                Column("drafted tokens", numeric=True),
+                Column("the same", numeric=True),
+                Column("largest difference of logits, of the largest", numeric=True),
             ],
             rows,
         )
     ]
+    left_out = manifest.get("refused", {})
+    if left_out:
+        reasons: list[list[Cell]] = [[engine, reason] for engine, reason in left_out.items()]
+        what = "Engines that cannot serve this head, and what would have to be otherwise."
+        blocks.append(Table(what, [Column("engine"), Column("reason")], reasons))
     if manifest:
         blocks.append(_json("Manifest", manifest))
     return Section("Export", blocks)

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from specfit.artifacts import Artifact
 from specfit.config import ExtractConfig, Init, SpeculatorConfig
 from specfit.draft_vocab import DraftVocab
+from specfit.export.imports import read_head
 from specfit.files import read_jsonl, require_free, write_json
 from specfit.speculators.eagle3 import Eagle3
 from specfit.speculators.initialize import head_config, initialize
@@ -26,7 +27,7 @@ from specfit.training.objective import DraftObjective
 from specfit.training.runlog import EVALS, STEPS, RunLog
 from specfit_kernels.floors import speed
 
-VERSION = 2
+VERSION = 3
 FIGURES = "train.json"  # written last
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,10 @@ def check(config: TrainConfig, speculator: SpeculatorConfig, num_processes: int)
             rows would be frozen.
     """
     parse_loss(config.loss)
+    if config.epochs == 0 and speculator.from_checkpoint is None:
+        raise ValueError(
+            "train.epochs must be at least 1 without speculator.from_checkpoint, got 0"
+        )
     if config.freeze_lm_head and speculator.init is Init.random:
         raise ValueError("train.freeze_lm_head must be false with speculator.init=random")
     if config.packs_per_step % num_processes:
@@ -76,9 +81,13 @@ def run(job: TrainJob, *, num_processes: int) -> None:
 def _work(job: TrainJob) -> None:
     target = job.open_target()
     accelerator = Accelerator(cpu=target.device.type == "cpu")
-    vocab = DraftVocab.load(job.fit.file("draft_vocab.safetensors"))
-    head = Eagle3(head_config(job.speculator, target.info))
-    initialize(head, target, vocab, job.speculator.init, job.seed)
+    given = job.speculator.from_checkpoint
+    if given is not None:
+        head, vocab = read_head(Path(given), target)
+    else:
+        vocab = DraftVocab.load(job.fit.file("draft_vocab.safetensors"))
+        head = Eagle3(head_config(job.speculator, target.info))
+        initialize(head, target, vocab, job.speculator.init, job.seed)
     head.lm_head.requires_grad_(not job.config.freeze_lm_head)
     num_parameters = sum(p.numel() for p in head.parameters())
     # Weights and two moments, twice while one state replaces another, and the kept head.
@@ -105,6 +114,7 @@ def _work(job: TrainJob) -> None:
         accelerator=accelerator,
         vocab=vocab,
         runlog=runlog,
+        begins_trained=given is not None,
     )
     runlog.close()
     if accelerator.is_main_process:
@@ -157,15 +167,16 @@ def _write_figures(job: TrainJob, head: Eagle3, documents: Documents, progress: 
         "loss": job.config.loss,
         "ttt_steps": job.config.ttt_steps,
     }
-    figures |= speed(
-        num_tokens=num_chains,
-        flops=flops,
-        seconds=progress.seconds,
-        shape=(
-            max(1, num_chains // progress.step),
-            head.config.intermediate_size,
-            head.config.hidden_size,
-        ),
-        device=head.fc.weight.device,
-    )
+    if progress.step:
+        figures |= speed(
+            num_tokens=num_chains,
+            flops=flops,
+            seconds=progress.seconds,
+            shape=(
+                max(1, num_chains // progress.step),
+                head.config.intermediate_size,
+                head.config.hidden_size,
+            ),
+            device=head.fc.weight.device,
+        )
     write_json(job.folder / FIGURES, figures)

@@ -24,6 +24,11 @@ class Location:
     gguf_file: str | None
     identity: str  # changes when the weights do: sha256 of the files, or hub id @ commit
 
+    @property
+    def gguf_path(self) -> Path | None:
+        """That file."""
+        return self.folder / self.gguf_file if self.gguf_file else None
+
 
 def locate(target: TargetConfig, *, digests: Path | None = None, download: bool = True) -> Location:
     """Finds a target, downloading it from the hub when it is a hub id.

@@ -16,7 +16,7 @@ class TrainConfig:
     # Keep the target's own rows: rare tokens stay as good as they are there, and a third of the
     # head's products is saved. Worth training with much more data than tokens in the vocabulary.
     freeze_lm_head: bool = True
-    epochs: int = 8
+    epochs: int = 8  # 0 with speculator.from_checkpoint: none
     pack_tokens: int = 2048  # tokens a pack: documents side by side that do not see each other
     packs_per_step: int = 1  # packs an optimizer step, over all processes
     lr: float = 1e-3
@@ -30,10 +30,11 @@ class TrainConfig:
     save_every_s: float = 60.0  # seconds between checkpoints to resume from
 
     def __post_init__(self) -> None:
-        counts = ("ttt_steps", "epochs", "pack_tokens", "packs_per_step", "evals")
+        counts = ("ttt_steps", "pack_tokens", "packs_per_step", "evals")
         require_positive(self, "train", *counts, "eval_draft_tokens")
         for name in ("lr", "max_grad_norm", "step_decay"):
             require(getattr(self, name) > 0, f"train.{name}", "be positive", getattr(self, name))
+        require(self.epochs >= 0, "train.epochs", "be at least 0", self.epochs)
         require(self.weight_decay >= 0, "train.weight_decay", "be at least 0", self.weight_decay)
         pair = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         require(pair, "train.betas", "be two numbers in [0, 1)", self.betas)

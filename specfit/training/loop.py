@@ -84,8 +84,12 @@ def train(
     accelerator: Accelerator,
     vocab: DraftVocab,
     runlog: RunLog,
+    begins_trained: bool = False,
 ) -> Progress:
-    """Trains to the last step of the plan, from wherever an earlier run in this folder got to."""
+    """Trains to the last step of the plan, from wherever an earlier run in this folder got to.
+
+    With `begins_trained` the head is measured before the first step, too, and may be what is kept.
+    """
     head = objective.head
     optimizer = torch.optim.AdamW(
         [p for p in head.parameters() if p.requires_grad],
@@ -96,13 +100,16 @@ def train(
     )
     plans = plan_steps(documents.train_lengths, config, seed)
     evals = eval_steps(len(plans), config.evals)
-    progress = load_state(runlog.folder, head, optimizer) or Progress()
+    resumed = load_state(runlog.folder, head, optimizer)
+    progress = resumed or Progress()
     wrapped = accelerator.prepare(objective)
     main = accelerator.is_main_process
     if main:
-        runlog.rewind(progress.step)
+        runlog.rewind(progress.step if resumed else -1)
     started = saved = perf_counter()
     before = progress.seconds
+    if main and begins_trained and not resumed:
+        _evaluate(objective, documents, config, seed, vocab, progress, 0, runlog)
     bar = tqdm(total=len(plans), initial=progress.step, unit="step", desc="train", disable=not main)
     for step in range(progress.step, len(plans)):
         for group in optimizer.param_groups:

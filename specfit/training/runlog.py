@@ -22,13 +22,15 @@ class RunLog:
         self._wandb = _start_wandb(wandb_project, folder, config) if wandb_project else None
 
     def rewind(self, step: int) -> None:
-        """Forgets what was written after `step`: it will be written again, the same."""
+        """Forgets what was written after `step`: it will be written again, the same.
+
+        A log that was not begun is empty then.
+        """
         for name in (STEPS, EVALS):
             path = self.folder / name
-            if path.exists():
-                rows = read_jsonl(path, tolerate_truncated_tail=True)
-                kept = [row for row in rows if row["step"] <= step]
-                write_text(path, "".join(dumps(row) + "\n" for row in kept))
+            rows = read_jsonl(path, tolerate_truncated_tail=True) if path.exists() else []
+            kept = [row for row in rows if row["step"] <= step]
+            write_text(path, "".join(dumps(row) + "\n" for row in kept))
 
     def step(self, row: dict[str, Any]) -> None:
         """One optimizer step."""
