@@ -82,5 +82,5 @@ def test_an_appended_key_is_an_error():
 
 
 def test_a_value_out_of_its_range_is_an_error_that_names_the_key():
-    with pytest.raises(ValueError, match=r"train\.epochs must be at least 1, got 0"):
-        composed("train.epochs=0")
+    with pytest.raises(ValueError, match=r"train\.evals must be at least 1, got 0"):
+        composed("train.evals=0")

@@ -78,8 +78,9 @@ def flattened(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """
     if LAYER_CONFIG not in config:
         raise ValueError(f"{folder / flat.CONFIG}: {LAYER_CONFIG} must be there, got none")
-    found: dict[str, Any] = dict.fromkeys(flat.FLAGS, False) | {"norm_before_residual": True}
-    return found | config[LAYER_CONFIG] | config
+    layer: dict[str, Any] = config[LAYER_CONFIG]
+    flags = dict.fromkeys(flat.FLAGS, False) | {"norm_before_residual": True}
+    return {**flags, **layer, **config}
 
 
 def serving(_served: Served, num_draft_tokens: int) -> str:
