@@ -23,7 +23,8 @@ test test-all: export OMP_NUM_THREADS := 1
 # Compiled modules are kept, also where the environment says otherwise: the import hook that checks
 # shapes keeps its own, and without them every process compiles what it imports, torch included.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
-test test-all: PYTEST := $(BIN)/python -m pytest --numprocesses $(CORES) --dist loadfile
+test test-all: PYTEST := $(BIN)/python -m pytest --numprocesses $(CORES) --dist loadfile \
+    --no-loadscope-reorder
 test: $(STAMP) ## the tests, but those that take minutes
 	$(PYTEST)
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from specfit.acceptance import Measured, by_session
 from specfit.artifacts import Artifact
@@ -156,18 +157,18 @@ def _resampled(
 ) -> Float[np.ndarray, " resamples"]:
     """Lengths of the mix: as many seeds as there are, drawn again, then sessions of each."""
     generator = np.random.default_rng(0)  # the same sessions for every head
-    lengths = np.empty(NUM_BOOTSTRAP)
-    for i in range(NUM_BOOTSTRAP):
-        drawn = generator.integers(len(counts), size=len(counts))
-        sums = [
-            {
-                name: c[torch.from_numpy(generator.integers(len(c), size=len(c)))].sum(0)
-                for name, c in counts[at].items()
-            }
-            for at in drawn
-        ]
-        lengths[i] = float(length_of(_total(sums), weights))
-    return lengths
+    num = len(counts)
+    seeds = torch.from_numpy(generator.integers(num, size=(NUM_BOOTSTRAP, num)))
+    sums = {}
+    for name in counts[0]:
+        padded = pad_sequence([of[name] for of in counts], batch_first=True)
+        sizes = torch.tensor([len(of[name]) for of in counts])[seeds][..., None]
+        drawn = generator.random((*seeds.shape, padded.shape[1]))
+        sessions = padded[seeds[..., None], (torch.from_numpy(drawn) * sizes).long()]
+        is_drawn = torch.arange(padded.shape[1]) < sizes
+        sums[name] = (sessions * is_drawn[..., None]).sum((1, 2))
+    found: Float[np.ndarray, " resamples"] = length_of(sums, weights).numpy()
+    return found
 
 
 def _interval(values: Float[np.ndarray, " resamples"]) -> tuple[float, float]:

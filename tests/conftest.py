@@ -22,3 +22,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # OmegaConf's annotations are of the old kind, and beartype says so once for each.
     warning = "ignore::beartype.roar.BeartypeDecorHintPep585DeprecationWarning"
     config.addinivalue_line("filterwarnings", warning)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Files that take longest come first, so that no process works on one while the others are done.
+    first = ("test_kernels_triton_interpreter.py", "test_stages_quantize.py", "test_pipeline.py")
+    items.sort(key=lambda item: item.path.name not in first)

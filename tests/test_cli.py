@@ -97,7 +97,7 @@ def test_help_says_how_to_choose_and_override(run):
     assert code == 0
     for stage in cli.config.Stage:
         assert f"  {stage.name} " in out
-    assert out.count("\n  specfit") == 9
+    assert out.count("\n  specfit") == 10
     assert "\nspeculator: eagle31, portable\n" in out
 
 
@@ -148,7 +148,7 @@ def test_a_job_that_fails_does_not_stop_a_sweep(run, tmp_path):
     ("override", "message"),
     [
         ("seed=13", "seed must not be 13, got 13"),
-        ("train.epochs=0", "train.epochs must be at least 1, got 0"),
+        ("train.evals=0", "train.evals must be at least 1, got 0"),
         ("train.epochs=many", "train.epochs: Value 'many' of type 'str' could not be converted"),
         ("train.epoch=3", "unknown key train.epoch; did you mean train.epochs?"),
         ("+train.epoch=3", "unknown key train.epoch; known here: betas, epochs"),

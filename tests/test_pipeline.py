@@ -20,7 +20,9 @@ STAGES = [
 ]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "qwen3_moe"])
+@pytest.fixture(
+    scope="module", params=["llama", pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_moe"]
+)
 def words(request, tmp_path_factory):
     """Of a run that was made as far as the report."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -132,6 +132,7 @@ def test_shards_of_something_else_are_not_kept(source, tmp_path, changed):
     )
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_largest_matrix_not_of_a_shard(tmp_path):
     largest = write_big(
         tmp_path / "source", num_shards=4, layers_a_shard=2, hidden=1024, inner=3072, vocab=8192

@@ -21,6 +21,10 @@ BUDGETS = [Budget(min_share=0.5), Budget(max_kl_nats=0.05)]
 ALONE = [Selector.isolated, Selector.additive, Selector.coverage, Selector.gram]
 
 
+def slow(*values):
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def chosen_by(selector, target, budget, *, journal=None, num_random=3, seed=0):
     return select(
         target,
@@ -74,7 +78,7 @@ def test_units_that_cancel_are_taken_together_by_gram_and_not_by_the_ranking():
     assert gram.rows[0].measured_kl_nats < 0.5 * isolated.rows[0].measured_kl_nats
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, 1, *slow(2, 3, 4)])
 def test_the_portfolio_is_within_a_twentieth_of_the_least_kl_of_all_sets(seed):
     target = mixed_units(seed)
     selection = chosen_by(Selector.portfolio, target, Budget(min_share=0.5))
@@ -84,7 +88,7 @@ def test_the_portfolio_is_within_a_twentieth_of_the_least_kl_of_all_sets(seed):
     assert measured_kl(target, selection.chosen) <= 1.05 * best
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
 def test_the_portfolio_is_within_a_twentieth_of_the_most_bytes_below_a_ceiling(seed):
     target = mixed_units(seed)
     selection = chosen_by(Selector.portfolio, target, Budget(max_kl_nats=0.05))

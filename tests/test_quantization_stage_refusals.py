@@ -37,6 +37,7 @@ def stored_in_bf16(words, tmp_path_factory):
     return [*words, *QUICK, f"target.path={folder}"]
 
 
+@pytest.mark.slow
 def test_a_target_that_is_computed_in_a_wider_type_is_quantized_as_it_is_stored(stored_in_bf16):
     asked = [*stored_in_bf16, "quantize.budget_in=bits", "quantize.budget=12"]
     made = tiny_runs.run(asked)

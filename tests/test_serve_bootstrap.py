@@ -17,6 +17,7 @@ def requests(seed, num, rate, rounds_each=30):
     return stats
 
 
+@pytest.mark.slow
 def test_the_interval_covers_the_true_mean_about_as_often_as_it_says():
     intervals = [acceptance_interval(requests(s, 40, 0.5), 300, 0.9, seed=s) for s in range(200)]
     covered = sum(low <= 1.5 <= high for low, high in intervals)

@@ -143,7 +143,8 @@ def test_the_whole_path_is_fitted_to_the_quantized_target(words, made):
 
 
 @pytest.mark.parametrize(
-    ("stage", "num_lines", "torn"), [("sensitivity", 4, True), ("quantize", 9, False)]
+    ("stage", "num_lines", "torn"),
+    [("sensitivity", 4, True), pytest.param("quantize", 9, False, marks=pytest.mark.slow)],
 )
 def test_a_killed_run_measures_nothing_twice_and_ends_the_same(
     words, tmp_path, monkeypatch, stage, num_lines, torn
@@ -197,15 +198,32 @@ def test_a_gate_rejects_and_keeps_what_was_made(words, monkeypatch):
 @pytest.mark.parametrize(
     ("more", "scheme"),
     [
-        (["quantize.activations=nvfp4", "quantize.granularity=layer"], "nvfp4-pack-quantized"),
+        pytest.param(
+            ["quantize.activations=nvfp4", "quantize.granularity=layer"],
+            "nvfp4-pack-quantized",
+            marks=pytest.mark.slow,
+        ),
         (["quantize.rest=fp8"], "mixed-precision"),
-        (
+        pytest.param(
             ["quantize.rest=fp8_block", "quantize.rule=amax", "quantize.granularity=layer"],
             "mixed-precision",
+            marks=pytest.mark.slow,
         ),
-        (["quantize.cotune=true", "quantize.granularity=layer"], "nvfp4-pack-quantized"),
-        (["quantize.budget_in=bits", "quantize.budget=8"], "nvfp4-pack-quantized"),
-        (["quantize.budget_in=kl_nats", "quantize.budget=0.05"], "nvfp4-pack-quantized"),
+        pytest.param(
+            ["quantize.cotune=true", "quantize.granularity=layer"],
+            "nvfp4-pack-quantized",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["quantize.budget_in=bits", "quantize.budget=8"],
+            "nvfp4-pack-quantized",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["quantize.budget_in=kl_nats", "quantize.budget=0.05"],
+            "nvfp4-pack-quantized",
+            marks=pytest.mark.slow,
+        ),
         (
             ["quantize.budget_in=kl_nats", "quantize.budget=0.2", "quantize.rest=fp8"],
             "mixed-precision",
@@ -298,10 +316,10 @@ def spoilt(weights):
     ("fault", "rest", "num_random"),  # the last, which counts for nothing here, sets keys apart
     [
         (swapped, "none", 20),
-        (scaled, "none", 21),
-        (head_quantized, "none", 22),
-        (spoilt, "none", 23),
-        (swapped, "fp8", 24),
+        pytest.param(scaled, "none", 21, marks=pytest.mark.slow),
+        pytest.param(head_quantized, "none", 22, marks=pytest.mark.slow),
+        pytest.param(spoilt, "none", 23, marks=pytest.mark.slow),
+        pytest.param(swapped, "fp8", 24, marks=pytest.mark.slow),
     ],
 )
 def test_a_checkpoint_with_a_fault_passes_no_gate(words, monkeypatch, fault, rest, num_random):

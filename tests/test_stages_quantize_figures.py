@@ -58,6 +58,7 @@ def test_a_curve_says_what_other_budgets_cost(words, made):
     assert recipe["curve"][-1]["share"] == 1
 
 
+@pytest.mark.slow
 def test_a_given_head_is_measured_before_and_after(words):
     plainly = tiny_runs.run(words, "quantize.budget=null", "stage=measure")
     head = tiny_runs.artifacts(words, "quantize.budget=null")["train"]
