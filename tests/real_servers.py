@@ -29,7 +29,6 @@ from specfit.files import read_jsonl, write_json
 from specfit.pipeline import _Path
 from specfit.targets.target import Target
 from specfit_serve.decode import DecodeSettings, Request, decode
-from specfit_serve.ngram import NoProposer
 from specfit_serve.stats import Round
 
 SERVERS = {"vllm": vllm, "llama_cpp": llama_cpp, "openvino": openvino}
@@ -118,40 +117,30 @@ def held_out(words: Sequence[str]) -> Iterator[list[int]]:
 def ours(
     path: _Path, prompts: Iterator[list[int]], export: Path
 ) -> tuple[list[list[int]], tuple[list[Round], list[Round]]]:
-    """Prompts whose answers do not end early, and our rounds over them.
+    """Prompts whose answers do not end early, and our rounds over them: cut at the end, and not.
 
-    Some servers cut drafts at the end of an answer, as we do, and some do not: those rounds are of
-    longer answers, as far as they begin before the end.
+    Rounds that are not cut are of longer answers, as far as they begin before the end.
     """
-    engine, past_end = path.opened.engine, K + 1
+    engine, room = path.opened.engine, {"num_slots": 1, "max_length": 1024}
     head = read_head(export / "vllm", engine.target)
-    room = {"num_slots": 1, "max_length": 1024}
     slots = engine.slots(**room, aux_layers=list(head[0].config.aux_layers))
-
-    def answer(prompt: list[int], k: int, num_tokens: int) -> Any:
-        proposer = engine.eagle3(*head, **room) if k else NoProposer()
-        [found] = decode(
-            slots, proposer, [Request("0", prompt, 0.0)], DecodeSettings(k, num_tokens, 1)
-        )
-        return found
-
+    settings = DecodeSettings(K, NUM_TOKENS + K + 1, batch_size=1)
     kept: list[list[int]] = []
-    clipped: list[Round] = []
-    unclipped: list[Round] = []
+    whole: list[Round] = []
     for prompt in prompts:
-        longer = answer(prompt, K, NUM_TOKENS + past_end)
-        if longer.finish_reason != "length":
-            continue
-        shorter = answer(prompt, K, NUM_TOKENS)
-        plain = answer(prompt, 0, NUM_TOKENS)
-        assert shorter.tokens == plain.tokens == longer.tokens[:NUM_TOKENS]
-        kept.append(prompt)
-        clipped += shorter.rounds
-        unclipped += [r for r in longer.rounds if r.start < NUM_TOKENS]
+        proposer = engine.eagle3(*head, **room)
+        [answer] = decode(slots, proposer, [Request("0", prompt, 0.0)], settings)
+        if answer.finish_reason == "length":
+            kept.append(prompt)
+            whole += [r for r in answer.rounds if r.start < NUM_TOKENS]
         if len(kept) == NUM_PROMPTS:
             break
     assert len(kept) == NUM_PROMPTS, f"only {len(kept)} prompts have answers of {NUM_TOKENS} tokens"
-    return kept, (clipped, unclipped)
+    rooms = [min(r.num_drafted, NUM_TOKENS - r.start - 1) for r in whole]
+    cut = [
+        Round(r.start, room, min(r.num_kept, room)) for r, room in zip(whole, rooms, strict=True)
+    ]
+    return kept, (cut, whole)
 
 
 def served(name: str, job: Job, reference: dict[str, Counts], target: Target) -> dict[str, Any]:
