@@ -92,8 +92,9 @@ def _job(cfg: config.RunConfig) -> None:
         _record(cfg, None)  # a sweep compares it all the same: what was rejected is kept
         raise
     _record(cfg, str(artifact.path))
-    sys.stdout.write(f"{artifact.path}\n")
-    sys.stdout.flush()
+    if cfg.stage is not config.Stage.serve:  # what it had to say is its address
+        sys.stdout.write(f"{artifact.path}\n")
+        sys.stdout.flush()
 
 
 def _record(cfg: config.RunConfig, made: str | None) -> None:

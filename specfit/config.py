@@ -15,6 +15,7 @@ from specfit.latency.config import BenchConfig
 from specfit.measure_config import MeasureConfig
 from specfit.prediction.config import HardwareConfig, PredictConfig
 from specfit.quantization.config import QuantizeConfig
+from specfit.serve_config import ServeConfig
 from specfit.traffic.config import FitConfig, ProfileConfig
 from specfit.traffic.fingerprint_config import DriftConfig, FingerprintConfig
 from specfit.training.config import TrainConfig
@@ -44,6 +45,7 @@ class Stage(Enum):
     export = 14
     bench = 15
     report = 16
+    serve = 17
 
 
 class LossOn(Enum):
@@ -256,6 +258,7 @@ class RunConfig:
     drift: DriftConfig = MISSING
     export: ExportConfig = MISSING
     bench: BenchConfig = MISSING
+    serve: ServeConfig = MISSING
     report: ReportConfig = MISSING
     runtime: RuntimeConfig = MISSING
 

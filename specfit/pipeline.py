@@ -29,6 +29,7 @@ from specfit.stages import (
     profile,
     prompts,
     report,
+    serve,
     target,
     train,
 )
@@ -48,6 +49,8 @@ def run(cfg: RunConfig) -> Artifact:
         torch.set_num_threads(cfg.runtime.num_threads)
     if is_described(cfg):
         return predicted(cfg, _store_of(cfg))
+    if cfg.stage is Stage.serve:
+        return serve.run(cfg.serve, _Path(cfg))
     made: Artifact = getattr(_Path(cfg), cfg.stage.name)
     return made
 
@@ -338,9 +341,7 @@ class _Path:
         }
         # Not `folder()`: that would read all hidden states, and weights, for their checksums.
         states = self.states.file("store.json").parent if self.states else None
-        quantized = None
-        if self.cfg.quantize.budget is not None:
-            quantized = self.quantize.file("recipe.json").parent
+        quantized = self.quantize.file("recipe.json").parent if self.cfg.quantize.budget else None
         return self._make(
             "report",
             lambda folder: report.run(

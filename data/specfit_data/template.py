@@ -70,6 +70,7 @@ class ChatTemplate:
         self._abilities = _abilities(self._template)
         self._tools = tools if self._abilities.tools else None
         self.marks_generation = self._abilities.generation
+        self.reads_tools = self._abilities.tools
         self.messages = [self._message(m) for m in conversation.messages]
         if tools and not self._abilities.tools:
             _add_schemas(self.messages, tools)

@@ -11,12 +11,16 @@ from specfit_serve.protocols import DecodeTarget
 class Request:
     """A prompt to answer."""
 
-    id: str  # random draws depend on it and on the seed alone
+    id: str  # random draws depend on it and on the settings' seed alone, or on `seed`
     prompt: Sequence[int]
     temperature: float  # 0: greedy
     max_new_tokens: int | None = None  # None: the settings', which are the most
     ignores_eos: bool = False  # as load generators want it: the answer's length is known
     arrived_at: float | None = None  # perf_counter() when it came, if that is known
+    top_p: float | None = None  # None: the settings'
+    seed: str | None = None  # random draws depend on it alone
+    stop_ids: frozenset[int] = frozenset()  # tokens that end the answer, beside the target's
+    num_logprobs: int | None = None  # of likeliest tokens, with those emitted; None: no logprobs
 
 
 @runtime_checkable
@@ -37,6 +41,18 @@ class Arrivals(Protocol):
         """Nobody takes any more: all is answered, or decoding was given up."""
 
 
+@runtime_checkable
+class Revocable(Arrivals, Protocol):
+    """Arrivals whose requests may be given up."""
+
+    def is_revoked(self, id: str) -> bool:
+        """Whether nobody wants this answer any more; asked between passes.
+
+        Where that is so the request leaves its slot, or the queue, at once, and its id is free. No
+        `Decoded` comes of it.
+        """
+
+
 class Incoming:
     """Requests on their way into the loop, each checked when it comes.
 
@@ -52,6 +68,7 @@ class Incoming:
         self._num_draft_tokens = num_draft_tokens
         self._ids: set[str] = set()
         self._arrivals = requests if isinstance(requests, Arrivals) else None
+        self._revocable = requests if isinstance(requests, Revocable) else None
         self._given = [] if isinstance(requests, Arrivals) else self._checked(requests)
 
     def take(self) -> Sequence[Request]:
@@ -64,6 +81,10 @@ class Incoming:
     def wait(self) -> bool:
         """Whether anything comes; returns when it has."""
         return self._arrivals is not None and self._arrivals.wait()
+
+    def is_revoked(self, request: Request) -> bool:
+        """Whether it is to leave without an answer."""
+        return self._revocable is not None and self._revocable.is_revoked(request.id)
 
     def ended(self, request: Request) -> None:
         """Its id is free again."""
@@ -109,5 +130,9 @@ def check(request: Request, target: DecodeTarget, num_draft_tokens: int) -> None
         )
     if request.temperature < 0:
         raise ValueError(f"{name}: temperature must be at least 0, got {request.temperature}")
+    if request.top_p is not None and not 0 < request.top_p <= 1:
+        raise ValueError(f"{name}: top_p must lie in (0, 1], got {request.top_p}")
+    if request.num_logprobs is not None and request.num_logprobs < 0:
+        raise ValueError(f"{name}: num_logprobs must be at least 0, got {request.num_logprobs}")
     if request.max_new_tokens is not None and request.max_new_tokens < 1:
         raise ValueError(f"{name}: max_new_tokens must be at least 1, got {request.max_new_tokens}")

@@ -55,7 +55,9 @@ def sample(
 
 
 def target_distribution(
-    logits: Float[Tensor, "rows seq vocab"], temperatures: Float[Tensor, " rows"], top_p: float
+    logits: Float[Tensor, "rows seq vocab"],
+    temperatures: Float[Tensor, " rows"],
+    top_p: float | Float[Tensor, " rows"],
 ) -> Float[Tensor, "rows seq vocab"]:
     """What the target samples from, in float32: temperature first, then the nucleus.
 
@@ -65,12 +67,15 @@ def target_distribution(
     greedy = temperatures == 0
     scale = torch.where(greedy, 1.0, temperatures).float()
     probs = torch.softmax(logits.float() / scale[:, None, None], dim=-1)
-    if top_p < 1:
-        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-        outside = ordered.cumsum(-1) - ordered >= top_p
+    if isinstance(top_p, Tensor) or top_p < 1:
+        limits = torch.as_tensor(top_p, device=probs.device).expand(len(probs))
+        # The others stay as they are, to the bit.
+        cut = limits < 1
+        ordered, order = probs[cut].sort(dim=-1, descending=True, stable=True)
+        outside = ordered.cumsum(-1) - ordered >= limits[cut, None, None]
         outside[..., 0] = False
-        probs = probs.scatter(-1, order, ordered.masked_fill(outside, 0.0))
-        probs = probs / probs.sum(-1, keepdim=True)
+        nucleus = ordered.scatter(-1, order, ordered.masked_fill(outside, 0.0))
+        probs[cut] = nucleus / nucleus.sum(-1, keepdim=True)
     if greedy.any():
         best = logits[greedy].argmax(-1, keepdim=True)
         probs[greedy] = torch.zeros_like(probs[greedy]).scatter(-1, best, 1.0)
