@@ -147,7 +147,7 @@ class LlamaCpp:
 class OpenVino:
     """OpenVINO GenAI on a CPU, in a process of its own."""
 
-    CONVENTION = "unclipped"
+    CONVENTION = "clipped, rounds without a draft too"  # it counts tokens, not rounds
 
     def answers(self, job: Any, *, with_head: bool, temperature: float) -> Answers:
         assert temperature == 0

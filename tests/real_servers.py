@@ -63,9 +63,8 @@ class Counts:
 
     @classmethod
     def of(cls, rounds: Sequence[Round]) -> "Counts":
-        drafting = [r for r in rounds if r.num_drafted]  # others are counted by no server
-        drafted, kept = (sum(getattr(r, n) for r in drafting) for n in ("num_drafted", "num_kept"))
-        return cls(len(drafting), drafted, kept)
+        drafted, kept = (sum(getattr(r, n) for r in rounds) for n in ("num_drafted", "num_kept"))
+        return cls(len(rounds), drafted, kept)
 
     @property
     def acceptance_length(self) -> float:
@@ -84,7 +83,11 @@ def main(environments: str, *words: str) -> None:
     work.mkdir(exist_ok=True)
     target = path.opened.engine.target
     prompts, rounds = ours(path, held_out(options), export)
-    reference = {"clipped": Counts.of(rounds[0]), "unclipped": Counts.of(rounds[1])}
+    reference = {
+        "clipped": Counts.of([r for r in rounds[0] if r.num_drafted]),
+        "clipped, rounds without a draft too": Counts.of(rounds[0]),
+        "unclipped": Counts.of(rounds[1]),
+    }
     gguf = in_fp32(path.location.gguf_path, work / "target-f32.gguf")
     rows = []
     for name in chosen:

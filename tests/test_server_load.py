@@ -14,6 +14,7 @@ from tiny_server import MODEL, Drafts, metrics, running, wait_until
 from specfit.config import Engine, TargetConfig
 from specfit.engine import decode_engine
 from specfit.export import vllm
+from specfit.export.served import Served
 from specfit.serve_config import ServeConfig
 from specfit.stages.serve import open_server
 from specfit.targets.load import convert, load
@@ -113,7 +114,7 @@ def test_sixteen_clients_each_get_their_own_answers(engine, tmp_path):
     answers = {a.id: tokenizer.decode(a.tokens, skip_special_tokens=True) for a in plain}
     expected = [answers[str(i)] for i in range(len(PROMPTS))]
     speculator = make_speculator(engine.target, draft_vocab_size=4096)
-    vllm.write(tmp_path / "vllm", speculator.head, speculator.vocab, engine.target.info)
+    vllm.write(tmp_path, speculator.head, speculator.vocab, Served(engine.target.info))
     config = ServeConfig(
         max_length=512,
         batch_size=6,
