@@ -189,6 +189,7 @@ class _Path:
     @cached_property
     def fit(self) -> Artifact:
         conversations, answers = self.prompts, self.generate
+        given = self.cfg.speculator.from_checkpoint
         return self._make(
             "fit",
             lambda folder: fit.run(
@@ -197,6 +198,7 @@ class _Path:
                     config=self.cfg.fit,
                     profile=self.cfg.profile,
                     draft_vocab_size=self._speculator.draft_vocab_size,
+                    head=Path(given) if given else None,
                     max_tokens=self.cfg.extract.max_tokens,
                     prompts=conversations,
                     answers=answers,
@@ -300,6 +302,8 @@ class _Path:
     @cached_property
     def export(self) -> Artifact:
         conversations, speculator = self.prompts, self.train
+        # A target that is quantized here is another one than its file has.
+        gguf = None if self.cfg.quantize.budget else self.location.gguf_path
         return self._make(
             "export",
             lambda folder: export.run(
@@ -309,7 +313,7 @@ class _Path:
                     prompts=conversations,
                     speculator=speculator,
                     target=self.opened.loaded,
-                    target_gguf=self.location.gguf_path,
+                    target_gguf=gguf,
                 )
             ),
         )

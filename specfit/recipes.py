@@ -57,15 +57,17 @@ def recipes_of(cfg: RunConfig, location: Location, digests: Path) -> dict[str, R
         add(Stage.quantize, quantize.VERSION, under_budget, "target prompts sensitivity")
     add(Stage.generate, generate.VERSION, _generate(cfg), f"{served} prompts")
     head = given_checkpoint(cfg, digests)
-    add(Stage.fit, fit.VERSION, _fitting(cfg) | {"head": head}, "prompts generate")
+    of_vocab = {"head": head} | ({"draft_vocab_size": None} if head else {})
+    add(Stage.fit, fit.VERSION, _fitting(cfg) | of_vocab, "prompts generate")
     states = asdict(cfg.extract)
     del states["mode"], states["while_generating"]  # how states are made, not what they are
     if not online:
-        layers = {"aux_layers": cfg.speculator.aux_layers, "head": head}
+        layers = {"aux_layers": None if head else cfg.speculator.aux_layers, "head": head}
         add(Stage.extract, extract.VERSION, states | layers, f"{served} generate")
     training = {
         "train": {k: v for k, v in asdict(cfg.train).items() if k != "save_every_s"},
-        "speculator": asdict(cfg.speculator) | {"from_checkpoint": head},
+        # A head that is given decides all else about itself.
+        "speculator": {"head": head} if head else asdict(cfg.speculator),
         "weights": weights,
         "states": states if online else None,
         "seed": cfg.seed,
@@ -138,7 +140,7 @@ def given_head(cfg: RunConfig) -> Artifact | None:
 
 
 def given_checkpoint(cfg: RunConfig, digests: Path) -> dict[str, str] | None:
-    """The digests of the files of `speculator.from_checkpoint`, by name.
+    """The digests of the files of `speculator.from_checkpoint`, by what they are.
 
     Raises:
         ValueError: there is no head; the message names the folder.
@@ -146,7 +148,7 @@ def given_checkpoint(cfg: RunConfig, digests: Path) -> dict[str, str] | None:
     if cfg.speculator.from_checkpoint is None:
         return None
     files = files_of(Path(cfg.speculator.from_checkpoint))
-    return {file.name: file_digest(file, digests) for file in files}
+    return {name: file_digest(file, digests) for name, file in files.items()}
 
 
 def measured_head(cfg: RunConfig) -> Artifact | None:

@@ -38,6 +38,7 @@ class ServeConfig:
         counts = ("batch_size", "num_draft_tokens", "max_new_tokens", "max_choices")
         require_positive(self, "serve", *counts, "max_body_bytes")
         require(self.max_queue >= 0, "serve.max_queue", "be at least 0", self.max_queue)
+        require(bool(self.host), "serve.host", "be an address; 0.0.0.0 is all", "''")
         require(self.drain_seconds >= 0, "serve.drain_seconds", "be at least 0", self.drain_seconds)
         long = self.max_length is None or self.max_length >= 2
         require(long, "serve.max_length", "be at least 2, or null", self.max_length)

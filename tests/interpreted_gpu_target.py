@@ -43,6 +43,7 @@ CONFIGS = {
     "qwen2": Qwen2Config(**SIZES, num_hidden_layers=2, tie_word_embeddings=False),
     "qwen3": Qwen3Config(**SIZES, num_hidden_layers=2, tie_word_embeddings=False),
 }
+SLOW = pytest.mark.slow
 MAX_LENGTH = 200
 ROOM = {"num_slots": 2, "max_length": MAX_LENGTH}
 
@@ -107,7 +108,7 @@ def copied(output) -> dict[str, torch.Tensor]:
     ("architecture", "num_terms", "limit"),
     # A product is off by 2e-4 with float16, 8e-4 with three terms and 9e-3 with two, and a model
     # has nine in a row; there, what is nearly a tie of bfloat16 in the cache becomes the other.
-    [("qwen2", 0, 2e-3), ("qwen3", 3, 6e-3), ("llama", 2, 6e-2)],
+    [("qwen2", 0, 2e-3), ("qwen3", 3, 6e-3), pytest.param("llama", 2, 6e-2, marks=SLOW)],
 )
 def test_logits_and_features_are_those_of_the_cpu_kernels(architecture, num_terms, limit):
     of_cpu = llama_weights(*made(architecture))
@@ -131,7 +132,9 @@ def with_a_past(target: GpuTarget, seed: int = 0) -> GpuTarget:
     return target
 
 
-@pytest.mark.parametrize(("architecture", "num_terms"), [("llama", 0), ("qwen3", 3)])
+@pytest.mark.parametrize(
+    ("architecture", "num_terms"), [("llama", 0), pytest.param("qwen3", 3, marks=SLOW)]
+)
 def test_a_draft_has_the_bits_of_passes_over_one_token_of_one_sequence(architecture, num_terms):
     whole, single = (with_a_past(served(architecture, num_terms)) for _ in range(2))
     tokens = random_tokens(2, 3 if num_terms == 0 else 2)
@@ -189,6 +192,7 @@ def test_features_are_the_callers_and_none_are_returned_unless_asked_for():
     assert served(aux_layers=None).forward(random_tokens(1, 1), at(0), 0).features is None
 
 
+@SLOW
 def test_speculation_changes_no_token():
     engine = DecodeEngine(made("llama")[0], weights("llama", 0))
     settings = DecodeSettings(num_draft_tokens=3, max_new_tokens=6, batch_size=2)

@@ -158,14 +158,20 @@ class OpenVino:
         )
         environment = os.environ | ONE_THREAD
         log = (job.work / "openvino.log").open("a")
-        if not (target / "openvino_model.xml").exists():
-            command = [job.environment / "bin" / "optimum-cli", "export", "openvino"]
-            command += ["--model", job.target, "--task", "text-generation-with-past"]
-            command += ["--weight-format", "fp32", target]
-            subprocess.run(command, check=True, env=environment, stdout=log, stderr=log)
-        if with_head and not (head / "openvino_model.xml").exists():
-            command = [python, job.export / "openvino" / "convert.py", head]
-            subprocess.run(command, check=True, env=environment, stdout=log, stderr=log)
+        commands = {
+            target: [
+                *(job.environment / "bin" / "optimum-cli", "export", "openvino"),
+                *("--model", job.target, "--task", "text-generation-with-past"),
+                *("--weight-format", "fp32"),
+            ],
+            head: [python, job.export / "openvino" / "convert.py"],
+        }
+        for folder, command in commands.items():
+            partial = folder.with_suffix(".partial")
+            if not folder.exists():
+                words = [*command, partial]
+                subprocess.run(words, check=True, env=environment, stdout=log, stderr=log)
+                partial.rename(folder)
         asked = {
             "target": str(target),
             "head": str(head) if with_head else None,

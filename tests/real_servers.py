@@ -68,7 +68,7 @@ class Counts:
 
     @property
     def acceptance_length(self) -> float:
-        return 1 + self.num_accepted / self.num_rounds
+        return 1 + self.num_accepted / self.num_rounds if self.num_rounds else math.nan
 
 
 def main(environments: str, *words: str) -> None:
@@ -199,9 +199,9 @@ def faults_of(row: dict[str, Any]) -> Iterator[str]:
     if not row["outputs_equal_plain"]:
         yield f"{name}: greedy answers with the head must be its plain ones"
     apart = row["acceptance_length_theirs"] / row["acceptance_length_ours"] - 1
-    if abs(apart) > MOST_DIFFERENCE:
+    if not abs(apart) <= MOST_DIFFERENCE:
         yield f"{name}: acceptance lengths must be within 1 %, got {100 * apart:+.2f} %"
-    if abs(row.get("sampling_sigmas", 0.0)) > MOST_SIGMAS:
+    if not abs(row.get("sampling_sigmas", 0.0)) <= MOST_SIGMAS:
         yield f"{name}: sampled tokens must cost their entropy, got {row['sampling_sigmas']} sigma"
 
 

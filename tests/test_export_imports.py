@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tiny_heads import FLAGS
 from specfit.config import SpeculatorConfig
 from specfit.export.config import EngineName
 from specfit.export.engines import ENGINES
-from specfit.export.imports import adopted, files_of, read_head
+from specfit.export.imports import adopted, files_of, read_config, read_head
 
 
 def imported(exported, folder):
@@ -37,6 +38,16 @@ def is_the_same(exported, found):
 def test_what_was_exported_comes_back_as_the_same_head(tmp_path, engine, architecture):
     exported = Exported(tmp_path, architecture)
     assert is_the_same(exported, imported(exported, exported.write(engine)))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("engine", NAMES, ids=lambda e: e.name)
+def test_layers_come_back_whatever_the_target_is(tmp_path, engine, model_type):
+    exported = Exported(tmp_path, aux_layers=[3, 4, 5])
+    info = replace(exported.served.info, model_type=model_type)
+    ENGINES[engine].write(tmp_path, *exported.trained, replace(exported.served, info=info))
+    path = tmp_path / "head.gguf" if engine is EngineName.llama_cpp else tmp_path
+    assert read_config(path, info).aux_layers == (3, 4, 5)
 
 
 @pytest.mark.parametrize("flag", FLAGS)
@@ -181,6 +192,10 @@ def test_files_that_are_missing_cut_off_or_pickled_are_named(tmp_path):
     weights.rename(folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"got pytorch_model\.bin; pickles are not read"):
         imported(exported, folder)
+    with pytest.raises(ValueError, match=r"got pytorch_model\.bin; pickles are not read"):
+        files_of(folder)
+    with pytest.raises(ValueError, match=r"speculator\.from_checkpoint must be a folder or a GGUF"):
+        files_of(tmp_path / "missing.gguf")
     (folder / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json must be JSON"):
         files_of(folder)

@@ -6,12 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_exports import NAMES, Exported
+from tiny_exports import NAMES, TOKENS, Exported
 from tiny_heads import FLAGS
 
 from specfit.export import llama_cpp
 from specfit.export.config import EngineName
 from specfit.export.engines import ENGINES
+from specfit.export.parity import compare
+from specfit.speculators.batches import pack
 
 KNOWN = {  # the flags that each engine expresses
     EngineName.vllm: FLAGS,
@@ -115,6 +117,34 @@ def test_layers_that_an_engine_cannot_read_are_refused(tmp_path, layers):
     assert refused == expected[layers[0]]
 
 
+def test_a_twin_goes_where_the_states_are(tmp_path):
+    exported = Exported(tmp_path)
+    twin = ENGINES[EngineName.vllm].twin(exported.write(EngineName.vllm), exported.served)
+    moved = twin.to(torch.device("meta"))
+    held = [*moved.tensors.values(), moved.target_ids, moved.frequencies.inverse]
+    assert {tensor.device.type for tensor in held} == {"meta"}
+
+
+def test_ids_that_nothing_drafted_must_mean_the_same_too(tmp_path):
+    exported = Exported(tmp_path)
+    twin = ENGINES[EngineName.vllm].twin(exported.write(EngineName.vllm), exported.served)
+    states = pack([exported.speculator.document(TOKENS, [(2, len(TOKENS))])])
+    tokens, _ = twin.draft(states.tokens, states.aux, exported.speculator.embeddings, 3)
+    ids, drafted = twin.target_ids.clone(), set(tokens.flatten().tolist())
+    unused = next(i for i, token in enumerate(ids.tolist()) if token not in drafted)
+    ids[unused] = ids[unused - 1]
+    row = compare(
+        exported.trained,
+        states,
+        replace(twin, target_ids=ids),
+        states.aux,
+        exported.speculator.embeddings,
+        3,
+    )
+    assert row["drafted_tokens_equal"] == 1.0
+    assert not row["is_equal"]
+
+
 # What follows is known damage: folders of one engine under another's rules.
 
 
@@ -188,6 +218,14 @@ def test_rope_factors_that_are_lost_make_another_head_in_gguf(tmp_path, monkeypa
     row = exported.parity(exported.write(EngineName.llama_cpp), EngineName.llama_cpp)
     assert row["max_logit_difference"] > 1e-3
     assert not row["is_equal"]
+
+
+def test_rope_that_is_scaled_is_lost_where_an_engine_looks_for_another_key(tmp_path):
+    exported = Exported(tmp_path, "llama3_rope")
+    folder = exported.write(EngineName.tensorrt_llm)
+    change_config(folder, rope_scaling=None)
+    assert not exported.parity(folder, EngineName.tensorrt_llm)["is_equal"]
+    assert exported.parity(folder, EngineName.sglang)["is_equal"]  # it reads rope_parameters
 
 
 def test_openvino_without_a_list_takes_the_default_ids_for_outputs(tmp_path):

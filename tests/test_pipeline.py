@@ -247,6 +247,7 @@ def test_status_makes_nothing(small):
     assert not root.exists()
 
 
+@pytest.mark.slow
 def test_a_sweep_shares_what_its_jobs_have_in_common_and_is_compared_in_one_table(
     small, tmp_path, monkeypatch
 ):

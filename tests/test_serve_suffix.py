@@ -254,7 +254,9 @@ def test_the_same_requests_in_the_same_order_get_the_same_drafts():
     assert first == second
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.75)])
+@pytest.mark.parametrize(
+    ("temperature", "top_p"), [pytest.param(1.0, 1.0, marks=pytest.mark.slow), (0.7, 0.75)]
+)
 def test_sampled_answers_have_the_targets_distribution(temperature, top_p):
     target = HashTarget(vocab_size=3, num_slots=100, eos_ids=(), peak=1.0)
     num, prompt = 1200, [1, 2, 1, 2]

@@ -1,12 +1,16 @@
 """`export` as the path runs it, and heads that come from elsewhere."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
 import tiny_exports
 import tiny_runs
 import tiny_targets
+import torch
+from safetensors.torch import load_file, save_file
 
+from specfit.draft_vocab import DraftVocab
 from specfit.export import vllm
 from specfit.export.config import EngineName, ExportConfig
 
@@ -125,6 +129,18 @@ def test_a_head_that_comes_back_is_measured_as_it_was_and_can_be_trained_on(word
     assert tiny_runs.read_json(again, "train.json")["num_steps"] > 0
     config = tiny_runs.read_json(again, "config.json")
     assert config["draft_vocab_size"] == 128
+    assert tiny_runs.keys(words, *back) == tiny_runs.keys(words, back[0])
+
+
+def test_coverage_is_of_the_heads_own_draft_vocabulary(words, made, tmp_path):
+    folder = tmp_path / "theirs"
+    shutil.copytree(made.file("vllm/config.json").parent, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["d2t"] = torch.arange(len(tensors["d2t"]), dtype=torch.int64)  # every other token
+    save_file(tensors, folder / "model.safetensors")
+    fitted = tiny_runs.run(words, f"speculator.from_checkpoint={folder}", "stage=fit")
+    vocab = DraftVocab.load(fitted.file("draft_vocab.safetensors"))
+    assert vocab.target_ids.tolist() == list(range(0, 256, 2))
 
 
 def test_no_epochs_are_an_error_without_a_head(words):

@@ -75,6 +75,7 @@ def fitted(tmp_path, info):
                 config=FitConfig(**config or {}),
                 profile=ProfileConfig("p", components),
                 draft_vocab_size=size,
+                head=None,
                 max_tokens=max_tokens,
                 prompts=store.get_or_make(
                     Recipe("prompts", 1, {"folder": folder}, {}), write_prompts

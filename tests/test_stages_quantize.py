@@ -224,9 +224,10 @@ def test_a_gate_rejects_and_keeps_what_was_made(words, monkeypatch):
             "nvfp4-pack-quantized",
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             ["quantize.budget_in=kl_nats", "quantize.budget=0.2", "quantize.rest=fp8"],
             "mixed-precision",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -37,14 +37,14 @@ _PRODUCTS = ("HMMA", "HGMMA", "OMMA", "UTCOMMA", "UTCHMMA", "QMMA", "UTCQMMA")
 SEED = int(os.environ.get("SEED") or random.randrange(1 << 16))
 
 
-def interpret(file: Path) -> None:
+def interpret(file: Path, *options: str) -> None:
     """Runs the tests of a file in Triton's interpreter; what they say is said when one fails."""
     # The interpreter's products are NumPy's. OpenBLAS's kernels for Haswell and Zen sum the last
     # rows of a matrix in another order than the first, so that a row's bits are those of its place;
     # tensor cores do not, nor do its older kernels, which every x86-64 processor runs. Elsewhere
     # OpenBLAS does not know the name, and takes its own.
     environment = os.environ | {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Nehalem"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file), *options]
     child = subprocess.run(
         command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, check=False
     )

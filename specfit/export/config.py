@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from specfit.checks import require
+from specfit.checks import require, require_positive
 
 
 class EngineName(Enum):
@@ -35,5 +35,5 @@ class ExportConfig:
         alone = EngineName.auto not in self.engines or len(names) == 1
         require(alone, "export.engines", "be auto, or a list without auto", names)
         require(len(set(names)) == len(names), "export.engines", "name each once", names)
-        require(self.num_draft_tokens >= 1, "export.num_draft_tokens", "be positive", 0)
+        require_positive(self, "export", "num_draft_tokens")
         require(self.num_tokens >= 3, "export.num_tokens", "be at least 3", self.num_tokens)

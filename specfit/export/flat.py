@@ -45,6 +45,7 @@ def write_weights(
 
 def layer_config(c: Eagle3Config, info: TargetInfo) -> dict[str, Any]:
     """The keys of a Llama config for the one layer."""
+    scaling = {name: value for name, value in c.rope_parameters.items() if name != "rope_theta"}
     return {
         "model_type": "llama",
         "hidden_size": c.hidden_size,
@@ -59,6 +60,8 @@ def layer_config(c: Eagle3Config, info: TargetInfo) -> dict[str, Any]:
         "hidden_act": c.hidden_act,
         "rope_parameters": c.rope_parameters,
         "rope_theta": c.rope_parameters["rope_theta"],
+        # Where it was before transformers 5, and where some engines still look for it.
+        "rope_scaling": None if scaling.get("rope_type") in (None, "default") else scaling,
         "attention_bias": False,
         "mlp_bias": False,
         # The head's own rows, also where the target ties its embeddings.
@@ -109,13 +112,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: the file is missing, cut off, pickled, or holds what is no number.
     """
-    path = folder / WEIGHTS
-    if not path.is_file():
-        found = sorted(p.name for p in folder.glob("*.bin")) or ["nothing of the kind"]
-        raise ValueError(
-            f"{folder} must hold {WEIGHTS}, got {', '.join(found)}; pickles are not read, convert "
-            "them to safetensors"
-        )
+    path = weights_in(folder)
     tensors: dict[str, Tensor] = {}
     try:
         with safe_open(path, "pt") as file:
@@ -129,6 +126,23 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             if not bool(tensors[name].isfinite().all()):
                 raise ValueError(f"{path}: {name} must be finite, got NaN or infinity")
     return tensors
+
+
+def weights_in(folder: Path) -> Path:
+    """model.safetensors.
+
+    Raises:
+        ValueError: there is none; the message says what is there instead.
+    """
+    path = folder / WEIGHTS
+    if not path.is_file():
+        others = [p.name for pattern in ("*.bin", "*.safetensors") for p in folder.glob(pattern)]
+        found = ", ".join(sorted(others)) or "nothing of the kind"
+        raise ValueError(
+            f"{folder} must hold {WEIGHTS}, got {found}; pickles are not read, convert them to one "
+            "file of safetensors"
+        )
+    return path
 
 
 def _common_name(name: str) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specfit.config import SpeculatorConfig
 from specfit.draft_vocab import DraftVocab
-from specfit.export import flat, llama_cpp, sglang, speculators
+from specfit.export import flat, llama_cpp, sglang, speculators, tensorrt_llm
 from specfit.export.served import Served
 from specfit.export.vllm import default_layers
 from specfit.speculators.eagle3 import Eagle3, Eagle3Config
@@ -64,13 +64,7 @@ def read_head(path: Path, target: Target) -> tuple[Eagle3, DraftVocab]:
         ValueError: as `read_config`; a tensor is missing, of another shape or not finite; there is
             no map of draft ids although they are fewer; or it has embeddings of its own.
     """
-    config = read_config(path, target.info)
-    if is_gguf(path):
-        file = _gguf_file(path)
-        tensors = llama_cpp.read_head_tensors(file, config)
-    else:
-        file = path / flat.WEIGHTS
-        tensors = flat.read_tensors(path)
+    tensors, config, file = _read(path, target.info)
     vocab = _vocab(tensors, config, file)
     tensors = {name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}
     _drop_embeddings(tensors, target, file)
@@ -90,6 +84,15 @@ def read_head(path: Path, target: Target) -> tuple[Eagle3, DraftVocab]:
     head.load_state_dict(tensors)
     log.info("speculator: %s reads layers %s", path, list(config.aux_layers))
     return head.to(target.device).eval(), vocab
+
+
+def read_vocab(path: Path, info: TargetInfo) -> DraftVocab:
+    """What a head can draft.
+
+    Raises:
+        ValueError: as `read_head`.
+    """
+    return _vocab(*_read(path, info))
 
 
 def adopted(config: SpeculatorConfig, info: TargetInfo) -> SpeculatorConfig:
@@ -116,18 +119,27 @@ def is_gguf(path: Path) -> bool:
     )
 
 
-def files_of(path: Path) -> list[Path]:
-    """What a head is read from.
+def files_of(path: Path) -> dict[str, Path]:
+    """What a head is read from, by what it is.
 
     Raises:
         ValueError: it is not there.
     """
-    if is_gguf(path):
-        return [_gguf_file(path)]
+    if is_gguf(path) and _gguf_file(path).is_file():
+        return {"gguf": _gguf_file(path)}
     if not path.is_dir():
         raise ValueError(f"{KEY} must be a folder or a GGUF file, got {path}")
     flat.read_config(path)
-    return [path / flat.CONFIG, path / flat.WEIGHTS]
+    return {"config": path / flat.CONFIG, "weights": flat.weights_in(path)}
+
+
+def _read(path: Path, info: TargetInfo) -> tuple[dict[str, Tensor], Eagle3Config, Path]:
+    """Tensors, what the config says, and the file that the tensors are from."""
+    config = read_config(path, info)
+    if is_gguf(path):
+        file = _gguf_file(path)
+        return llama_cpp.read_head_tensors(file, config), config, file
+    return flat.read_tensors(path), config, path / flat.WEIGHTS
 
 
 def _gguf_file(path: Path) -> Path:
@@ -177,6 +189,8 @@ def _aux_layers(config: Config, info: TargetInfo) -> list[int]:
     if config.get(flat.IDS):
         return list(config[flat.IDS])
     nested = (config.get(flat.NESTED) or {}).get(flat.IDS)
+    if nested and tensorrt_llm.ARCHITECTURE in (config.get("architectures") or []):
+        return [i + 1 for i in nested]
     if nested:
         return sglang.read_ids(list(nested), Served(info))
     return default_layers(info)

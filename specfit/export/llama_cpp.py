@@ -19,6 +19,7 @@ from torch import Tensor
 from specfit.draft_vocab import DraftVocab
 from specfit.export.served import Served, needs, serve_text
 from specfit.export.twins import LAYER, Frequencies, Twin, frequencies
+from specfit.export.vllm import default_layers
 from specfit.speculators.eagle3 import Eagle3, Eagle3Config
 from specfit.targets.info import TargetInfo
 
@@ -134,7 +135,10 @@ def read_head_config(path: Path, info: TargetInfo) -> Eagle3Config:
     kind = get("general.architecture", group="")
     if kind != ARCHITECTURE:
         raise ValueError(f"{path}: general.architecture must be {ARCHITECTURE}, got {kind}")
-    head_dim, theta = get("attention.key_length"), _shortest(get("rope.freq_base"))
+    theta = _shortest(get("rope.freq_base"))
+    width, num_heads = get("embedding_length"), get("attention.head_count")
+    head_dim = values.get(f"{ARCHITECTURE}.attention.key_length", width // num_heads)
+    layers = values.get(f"{ARCHITECTURE}.target_layers", default_layers(info))
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     if FACTORS in tensors:
         # The file has frequencies and no rule that they come from; the target has one.
@@ -148,14 +152,14 @@ def read_head_config(path: Path, info: TargetInfo) -> Eagle3Config:
         raise ValueError(f"{path}: {ARCHITECTURE}.rope.scaling.type must be none, got {scaling}")
     own_head = tensors.get("output.weight")
     return Eagle3Config(
-        hidden_size=get("embedding_length"),
+        hidden_size=width,
         intermediate_size=get("feed_forward_length"),
-        num_heads=get("attention.head_count"),
+        num_heads=num_heads,
         num_kv_heads=get("attention.head_count_kv"),
         head_dim=head_dim,
         vocab_size=get("vocab_size"),
         draft_vocab_size=get("vocab_size") if own_head is None else len(own_head),
-        aux_layers=tuple(get("target_layers")),
+        aux_layers=tuple(layers),
         max_position_embeddings=get("context_length"),
         rms_norm_eps=_shortest(get("attention.layer_norm_rms_epsilon")),
         hidden_act="silu",

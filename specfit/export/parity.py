@@ -39,11 +39,13 @@ def compare(
     Returns:
         `drafted_tokens_equal`, the share of drafted tokens that are the same;
         `max_logit_difference`, the largest between logits of one draft token, as far as chains
-        drafted the same before; `max_logit`, the largest logit; and `is_equal`: all tokens are the
-        same, or so near to a tie that rounding decides, and the logits differ by rounding.
+        drafted the same before; `max_logit`, the largest logit; and `is_equal`: draft ids
+        mean the same, all tokens are the same, or so near to a tie that rounding decides, and the
+        logits differ by rounding.
     """
     head, vocab = trained
     tokens, logits = _drafts(head, vocab, batch, embeddings, num_draft_tokens)
+    twin = twin.to(batch.tokens.device)
     other_tokens, other_logits = twin.draft(batch.tokens, aux, embeddings, num_draft_tokens)
     equal = tokens == other_tokens
     largest = float(logits.abs().max())
@@ -62,6 +64,8 @@ def compare(
     margin = first_two[..., 0] - first_two[..., -1]
     decided_by_rounding = margin <= 2 * TOLERANCE * largest
     fine = bool((equal | ~same_before | decided_by_rounding).all())
+    # Of ids that were not drafted here, too.
+    fine &= torch.equal(twin.target_ids.cpu(), vocab.target_ids.cpu())
     is_equal = fine and difference <= TOLERANCE * largest
     return row | {"max_logit_difference": difference, "is_equal": is_equal}
 

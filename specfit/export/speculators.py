@@ -88,7 +88,7 @@ def serving(_served: Served, num_draft_tokens: int) -> str:
     return serve_text(
         f"""vllm serve TARGET --speculative-config '{{"method": "eagle3", "model": "HEAD", """
         f""""num_speculative_tokens": {num_draft_tokens}}}'""",
-        "Tried with vLLM 0.32.0 on a CPU; the layout is that of speculators 0.9.0.",
+        "The layout of speculators 0.9.0; vLLM 0.32.0 loaded such a head on a CPU.",
         "TARGET is the target's folder or hub id, HEAD this folder. `vllm serve HEAD` alone works "
         "where `verifier.name_or_path` in its config.json names the target.",
     )

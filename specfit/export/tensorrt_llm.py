@@ -1,6 +1,7 @@
 """TensorRT-LLM's layout: `EAGLE3LlamaForCausalLM`, d2t in 32 bits, aux layers counted by output.
 
-Output i is the input of layer i + 1. It does not know `norm_before_residual`.
+Output i is the input of layer i + 1. It does not know `norm_before_residual`, and reads RoPE from
+`rope_theta` and `rope_scaling`.
 """
 
 from pathlib import Path
@@ -38,7 +39,7 @@ def write(folder: Path, head: Eagle3, vocab: DraftVocab, served: Served) -> None
 
 def twin(folder: Path, served: Served) -> Twin:
     """See `Translator.twin`."""
-    config = flat.read_config(folder)
+    config = flat.read_config(folder) | {"rope_parameters": None}
     ids = config.get(flat.NESTED, {}).get(flat.IDS)
     known = [flag for flag in flat.FLAGS if flag != "norm_before_residual"]
     return flat.twin(

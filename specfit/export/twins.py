@@ -1,14 +1,15 @@
 """What an engine makes of a head's files: small readings in plain torch, one a set of rules.
 
 A twin has what the engine took from its own folder and the rules it applies to that. It shares no
-code with the head that is trained, so that the two say the same only if both mean the same.
+code with the head that is trained, but for the frequencies of RoPE, which both have of
+transformers: so the two say the same only if both mean the same.
 
 Entry t of a head is the pair of token t + 1 and the target's state after token t, at position t;
 it drafts token t + 2. See `specfit.speculators.eagle3`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,6 +47,15 @@ class Twin:
     fc_norm: bool = False
     norm_output: bool = False
     is_tied: bool = False  # logits are of embeddings, over the target's whole vocabulary
+
+    def to(self, device: torch.device) -> "Twin":
+        """The same on a device."""
+        return replace(
+            self,
+            tensors={name: tensor.to(device) for name, tensor in self.tensors.items()},
+            target_ids=self.target_ids.to(device),
+            frequencies=replace(self.frequencies, inverse=self.frequencies.inverse.to(device)),
+        )
 
     @torch.no_grad()
     def draft(
@@ -121,7 +131,7 @@ class Twin:
     def _rotated(
         self, x: Float[Tensor, "n heads dim"], positions: Int[Tensor, "n"]
     ) -> Float[Tensor, "n heads dim"]:
-        angles = positions[:, None, None] * self.frequencies.inverse.to(x.device)
+        angles = positions[:, None, None] * self.frequencies.inverse
         cos, sin = (f(angles) * self.frequencies.scaling for f in (torch.cos, torch.sin))
         if self.rotates_neighbours:
             first, second = x[..., ::2], x[..., 1::2]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specfit.artifacts import Artifact
 from specfit.draft_vocab import DraftVocab
+from specfit.export.imports import read_vocab
 from specfit.files import read_jsonl, write_json, write_jsonl
 from specfit.report import fitted
 from specfit.states.documents import Document, read_documents
@@ -35,6 +36,7 @@ class FitJob:
     config: FitConfig
     profile: ProfileConfig
     draft_vocab_size: int
+    head: Path | None  # whose draft vocabulary it is, where the head is given
     max_tokens: int
     prompts: Artifact
     answers: Artifact
@@ -69,7 +71,8 @@ def run(job: FitJob) -> None:
         for d in t.documents
     ]
     write_jsonl(job.folder / "mixture.jsonl", rows)
-    vocab = _vocab(job, by_component, shares)
+    given = None if job.head is None else read_vocab(job.head, job.info)
+    vocab = given or _vocab(job, by_component, shares)
     vocab.save(job.folder / "draft_vocab.safetensors")
     groups = sorted({(d.component, d.split) for d in documents})
     figures = {

@@ -33,7 +33,7 @@ from specfit.traffic.config import ComponentConfig, ProfileConfig
 from specfit.traffic.draw import draw_sessions, mean
 from specfit.training.checkpoints import load_head
 
-VERSION = 1
+VERSION = 2
 FIGURES = "latency.json"
 MIX = "all"  # as acceptance.json names it
 LOOKUP = "ngram"  # drafts what stands in the context, without a pass of anything

@@ -1,5 +1,6 @@
 """`serve`: the target and the exported head behind an OpenAI-compatible HTTP server."""
 
+import errno
 import logging
 import os
 import socket
@@ -26,6 +27,7 @@ from specfit_serve.server.running import Server
 from specfit_serve.server.settings import ServerSettings
 
 MEMORY_SHARE = 0.5  # of what is free, for keys and values
+CONTAINER = Path("/sys/fs/cgroup")
 KV_BYTES = 4  # a number of them, at most: float32
 log = logging.getLogger(__name__)
 
@@ -113,7 +115,8 @@ def open_server(config: ServeConfig, engine: DecodeEngine, exported: Path | None
             batch_size=config.batch_size,
             max_queue=config.max_queue,
             max_new_tokens=config.max_new_tokens,
-            max_choices=config.max_choices,
+            # More could never be taken in.
+            max_choices=min(config.max_choices, config.batch_size + config.max_queue),
             max_body_bytes=config.max_body_bytes,
             drain_seconds=config.drain_seconds,
             api_key=config.api_key,
@@ -147,10 +150,10 @@ def _columns(config: ServeConfig, info: TargetInfo, k: int, device: torch.device
     """
     context = info.max_position_embeddings
     if config.max_length is not None:
-        known = config.max_length <= context
-        requirement = f"be at most the target's context of {context}"
+        known = config.max_length + k <= context
+        requirement = f"be at most {context - k}: the target's context, less {k} drafted tokens"
         require(known, "serve.max_length", requirement, config.max_length)
-        return min(config.max_length + k, context)
+        return config.max_length + k
     # One layer more than the target's: the head's.
     column_bytes = 2 * (info.num_layers + 1) * info.num_kv_heads * info.head_dim * KV_BYTES
     room = int(MEMORY_SHARE * _free_bytes(device) / (column_bytes * config.batch_size))
@@ -163,12 +166,16 @@ def _columns(config: ServeConfig, info: TargetInfo, k: int, device: torch.device
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     file = Path("/proc/meminfo")
     if file.is_file():
         for line in file.read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                return 1024 * int(line.split()[1])
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+                free = 1024 * int(line.split()[1])
+    limit, used = (CONTAINER / name for name in ("memory.max", "memory.current"))
+    if limit.is_file() and limit.read_text().strip() != "max":
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    return free
 
 
 def _listener(config: ServeConfig) -> socket.socket:
@@ -181,5 +188,7 @@ def _listener(config: ServeConfig) -> socket.socket:
     except socket.gaierror as error:
         raise ValueError(f"serve.host must be an address here, got {config.host}") from error
     except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ValueError(f"serve.host must be an address here, got {config.host}") from error
         reason = f"be free on {config.host} ({error.strerror})"
         raise ValueError(f"serve.port must {reason}, got {config.port}") from error

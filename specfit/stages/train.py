@@ -61,7 +61,8 @@ def check(config: TrainConfig, speculator: SpeculatorConfig, num_processes: int)
         raise ValueError(
             "train.epochs must be at least 1 without speculator.from_checkpoint, got 0"
         )
-    if config.freeze_lm_head and speculator.init is Init.random:
+    begins_random = speculator.from_checkpoint is None and speculator.init is Init.random
+    if config.freeze_lm_head and begins_random:
         raise ValueError("train.freeze_lm_head must be false with speculator.init=random")
     if config.packs_per_step % num_processes:
         raise ValueError(

@@ -113,7 +113,10 @@ def _conversation(
 def _call(call: dict[str, Any]) -> ToolCall:
     """Raises ValueError unless the arguments are a JSON object."""
     function = call["function"]
-    arguments = json.loads(function["arguments"])
+    try:
+        arguments = json.loads(function["arguments"])
+    except RecursionError:
+        raise ValueError(f"arguments of {function['name']} are nested too deeply") from None
     if not isinstance(arguments, dict):
         raise ValueError(f"arguments of {function['name']} must be a JSON object")
     return ToolCall(call.get("id"), function["name"], arguments)

@@ -42,7 +42,8 @@ class Detokenizer:
     """Text of tokens that come one by one: all that will not change whatever comes next.
 
     A character whose bytes are spread over tokens is held back until it is whole. What has been
-    given out, and what `flush` adds, is the text of all tokens together.
+    given out, and what `flush` adds, is the text of all tokens together; but where bytes that are
+    no UTF-8 follow a whole character, a decoder of byte tokens may count U+FFFD otherwise.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int]) -> None:
