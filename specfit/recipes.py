@@ -43,7 +43,6 @@ def recipes_of(cfg: RunConfig, location: Location, digests: Path) -> dict[str, R
 
     online = cfg.extract.mode is ExtractMode.online
     stored = "" if online else "extract"
-    weights = {c.name: c.weight for c in cfg.profile.components}
     shares = [vars(share) for share in planned_mixture(cfg)]
     # What everything after the prompts is fitted to.
     served = "target" if cfg.quantize.budget is None else "quantize"
@@ -57,21 +56,13 @@ def recipes_of(cfg: RunConfig, location: Location, digests: Path) -> dict[str, R
         add(Stage.quantize, quantize.VERSION, under_budget, "target prompts sensitivity")
     add(Stage.generate, generate.VERSION, _generate(cfg), f"{served} prompts")
     head = given_checkpoint(cfg, digests)
-    of_vocab = {"head": head} | ({"draft_vocab_size": None} if head else {})
-    add(Stage.fit, fit.VERSION, _fitting(cfg) | of_vocab, "prompts generate")
+    add(Stage.fit, fit.VERSION, _fitting(cfg, head), "prompts generate")
     states = asdict(cfg.extract)
     del states["mode"], states["while_generating"]  # how states are made, not what they are
     if not online:
         layers = {"aux_layers": None if head else cfg.speculator.aux_layers, "head": head}
         add(Stage.extract, extract.VERSION, states | layers, f"{served} generate")
-    training = {
-        "train": {k: v for k, v in asdict(cfg.train).items() if k != "save_every_s"},
-        # A head that is given decides all else about itself.
-        "speculator": {"head": head} if head else asdict(cfg.speculator),
-        "weights": weights,
-        "states": states if online else None,
-        "seed": cfg.seed,
-    }
+    training = _training(cfg, head, states if online else None)
     add(Stage.train, train.VERSION, training, f"{served} generate fit {stored}")
     more = {name: head.key for name, head in more_heads(cfg).items()}
     if cfg.measure.full_precision_head:
@@ -97,7 +88,20 @@ def recipes_of(cfg: RunConfig, location: Location, digests: Path) -> dict[str, R
     return found
 
 
-def _fitting(cfg: RunConfig) -> dict[str, Any]:
+def _training(
+    cfg: RunConfig, given: dict[str, str] | None, states: dict[str, Any] | None
+) -> dict[str, Any]:
+    return {
+        "train": {k: v for k, v in asdict(cfg.train).items() if k != "save_every_s"},
+        # One that is given decides all else about itself.
+        "speculator": {"head": given} if given else asdict(cfg.speculator),
+        "weights": {c.name: c.weight for c in cfg.profile.components},
+        "states": states,
+        "seed": cfg.seed,
+    }
+
+
+def _fitting(cfg: RunConfig, given: dict[str, str] | None) -> dict[str, Any]:
     head = measured_head(cfg)
     return {
         "components": [
@@ -105,7 +109,8 @@ def _fitting(cfg: RunConfig) -> dict[str, Any]:
             for c in cfg.profile.components
         ],
         "fit": asdict(cfg.fit) | {"measured": None if head is None else head.key},
-        "draft_vocab_size": cfg.speculator.draft_vocab_size,
+        "draft_vocab_size": None if given else cfg.speculator.draft_vocab_size,
+        "head": given,
         "max_tokens": cfg.extract.max_tokens,
     }
 

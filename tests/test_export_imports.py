@@ -224,7 +224,7 @@ def test_gguf_files_that_are_no_heads_are_named(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ValueError, match=re.escape("eagle3.attention.key_length must be there")):
+    with pytest.raises(ValueError, match=re.escape("eagle3.rope.freq_base must be there")):
         imported(exported, file)
 
 

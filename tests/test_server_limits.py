@@ -308,7 +308,7 @@ def test_a_limit_that_cannot_be_is_refused(config, message):
 
 
 def test_a_length_beyond_the_context_is_refused(target, exported):
-    with pytest.raises(ValueError, match=r"serve\.max_length must be at most the target's context"):
+    with pytest.raises(ValueError, match=r"serve\.max_length must be at most 252: the target's"):
         opened(target, exported, max_length=257)
 
 
