@@ -23,9 +23,7 @@ class ExportConfig:
     """What the head is translated for, and how the translations are compared with it."""
 
     engines: list[EngineName] = field(default_factory=lambda: [EngineName.auto])
-    target_gguf: str | None = (
-        None  # the target's file for llama.cpp; null: the target, if it is one
-    )
+    target_gguf: str | None = None  # the target's file for llama.cpp; null: the target's own
     num_draft_tokens: int = 4  # compared from every token, and in the commands of SERVE.md
     num_tokens: int = 256  # of held-out conversations, that are compared over
 

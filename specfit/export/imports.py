@@ -46,11 +46,10 @@ def read_config(path: Path, info: TargetInfo) -> Eagle3Config:
             file and the key.
     """
     if is_gguf(path):
-        config = llama_cpp.read_head_config(_gguf_file(path), info)
+        config, _ = llama_cpp.read_head(_gguf_file(path), info)
     else:
         config = _from_flat(path, info)
-    _check(config, info, path)
-    return config
+    return _checked(config, info, path)
 
 
 def read_head(path: Path, target: Target) -> tuple[Eagle3, DraftVocab]:
@@ -135,10 +134,11 @@ def files_of(path: Path) -> dict[str, Path]:
 
 def _read(path: Path, info: TargetInfo) -> tuple[dict[str, Tensor], Eagle3Config, Path]:
     """Tensors, what the config says, and the file that the tensors are from."""
-    config = read_config(path, info)
     if is_gguf(path):
         file = _gguf_file(path)
-        return llama_cpp.read_head_tensors(file, config), config, file
+        config, tensors = llama_cpp.read_head(file, info)
+        return tensors, _checked(config, info, path), file
+    config = read_config(path, info)
     return flat.read_tensors(path), config, path / flat.WEIGHTS
 
 
@@ -208,7 +208,8 @@ def _refuse_other_layers(config: Config, file: Path) -> None:
         raise ValueError(f"{file}: layer_types must be full_attention, got {sorted(kinds)}")
 
 
-def _check(config: Eagle3Config, info: TargetInfo, path: Path) -> None:
+def _checked(config: Eagle3Config, info: TargetInfo, path: Path) -> Eagle3Config:
+    """The same, if it is a head for this target."""
     for name in ("hidden_size", "vocab_size"):
         ours, targets = getattr(config, name), getattr(info, name)
         if ours != targets:
@@ -219,6 +220,7 @@ def _check(config: Eagle3Config, info: TargetInfo, path: Path) -> None:
         check_aux_layers(list(config.aux_layers), info)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    return config
 
 
 def _vocab(tensors: Mapping[str, Tensor], config: Eagle3Config, file: Path) -> DraftVocab:

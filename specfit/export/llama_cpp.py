@@ -124,13 +124,20 @@ def twin(folder: Path, _served: Served) -> Twin:
     )
 
 
-def read_head_config(path: Path, info: TargetInfo) -> Eagle3Config:
-    """The sizes and flags that a file says.
+def read_head(path: Path, info: TargetInfo) -> tuple[Eagle3Config, dict[str, Tensor]]:
+    """The sizes and flags that a file says, and its tensors as we have them.
 
     Raises:
         ValueError: a key is missing, or RoPE is scaled otherwise than the target's.
     """
     values, tensors = read_gguf(path)
+    config = _head_config(values, tensors, path, info)
+    return config, _head_tensors(tensors, config)
+
+
+def _head_config(
+    values: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path, info: TargetInfo
+) -> Eagle3Config:
     get = partial(_value, values, path=path)
     kind = get("general.architecture", group="")
     if kind != ARCHITECTURE:
@@ -169,13 +176,11 @@ def read_head_config(path: Path, info: TargetInfo) -> Eagle3Config:
     )
 
 
-def read_head_tensors(path: Path, config: Eagle3Config) -> dict[str, Tensor]:
-    """By our names, with q and k as we have them and d2t as offsets."""
-    _, theirs = read_gguf(path)
-    theirs.pop(FACTORS, None)  # they are in the config
+def _head_tensors(theirs: Mapping[str, Tensor], config: Eagle3Config) -> dict[str, Tensor]:
+    """By our names, with q and k as we have them and d2t as offsets; factors are in `config`."""
     names = {f"{name}.weight": f"{ours}.weight" for ours, name in NAMES.items()}
     names["token_embd.weight"] = "embed_tokens.weight"
-    tensors = {names.get(name, name): tensor for name, tensor in theirs.items()}
+    tensors = {names.get(name, name): t for name, t in theirs.items() if name != FACTORS}
     for name, num in (("q", config.num_heads), ("k", config.num_kv_heads)):
         key = f"{LAYER}.self_attn.{name}_proj.weight"
         if key in tensors:
