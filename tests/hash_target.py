@@ -215,3 +215,14 @@ def exact_distribution(target, prompt, length, temperature, top_p):
         ]
         probs[outcome] = math.prod(map(float, factors))
     return probs
+
+
+def drafter_over_three(kind):
+    """For a vocabulary of three: drafts nothing, one certain token, or a sample."""
+    match kind:
+        case "none":
+            return NoProposer()
+        case "point_mass":
+            return StatelessProposer(lambda s, k: [(s[-1] + 1) % 3] * (len(s) % (k + 1)))
+        case "distribution":
+            return SamplingProposer(torch.tensor([0.1, 0.0, 0.9]))

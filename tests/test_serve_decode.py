@@ -9,6 +9,7 @@ from hash_target import (
     StatelessProposer,
     WitnessProposer,
     chi_square_p_value,
+    drafter_over_three,
     exact_distribution,
     proposer,
     ragged_requests,
@@ -143,11 +144,7 @@ def test_the_guard_ends_a_looping_answer_at_the_token_that_fires():
 )
 def test_sampled_answers_have_the_targets_distribution(kind, temperature, top_p):
     target = HashTarget(vocab_size=3, num_slots=100, eos_ids=(), peak=1.0)
-    drafter = {
-        "none": NoProposer(),
-        "point_mass": StatelessProposer(lambda s, k: [(s[-1] + 1) % 3] * (len(s) % (k + 1))),
-        "distribution": SamplingProposer(torch.tensor([0.1, 0.0, 0.9])),
-    }[kind]
+    drafter = drafter_over_three(kind)
     num = 1200
     requests = [Request(f"r{i}", [1, 2], temperature) for i in range(num)]
     settings = DecodeSettings(2, max_new_tokens=4, batch_size=100, top_p=top_p)

@@ -8,9 +8,8 @@ import pytest
 import torch
 from hash_target import (
     HashTarget,
-    SamplingProposer,
-    StatelessProposer,
     chi_square_p_value,
+    drafter_over_three,
     exact_distribution,
     proposer,
     ragged_requests,
@@ -85,11 +84,7 @@ def test_who_asks_for_no_logprobs_gets_none():
 @pytest.mark.parametrize("kind", ["none", "point_mass", "distribution"])
 def test_each_request_is_sampled_at_its_own_temperature_and_top_p(kind):
     target = HashTarget(vocab_size=3, num_slots=100, eos_ids=(), peak=1.0)
-    drafter = {
-        "none": NoProposer(),
-        "point_mass": StatelessProposer(lambda s, k: [(s[-1] + 1) % 3] * (len(s) % (k + 1))),
-        "distribution": SamplingProposer(torch.tensor([0.1, 0.0, 0.9])),
-    }[kind]
+    drafter = drafter_over_three(kind)
     ways = [(0.7, 0.75), (1.0, None), (1.3, 0.9), (1.0, 1.0), (0.0, 0.5)]
     num = 300
     requests = [
